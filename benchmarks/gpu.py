@@ -47,6 +47,7 @@ from benchmarks.gpu_sides import (
 )
 from benchmarks.machine import describe_machine
 from ebbflow.models.base import default_device, predict
+from ebbflow.models.compile import configure_compiler
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.rollouts.generate import generate_samples
@@ -232,10 +233,7 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
 
 def compile_blocks(bench: Bench) -> None:
     """Compile block by block: the blocks are alike, so that a few graphs serve all of them."""
-    # Batch, gradient, autocast and adapters make different graphs of the same code; past the limit
-    # it would run uncompiled.
-    torch._dynamo.config.recompile_limit = 256
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    configure_compiler()  # as the product's graphs, whose rounding costs time
     for block in bench.model.list_blocks():
         # dynamic: the second number of rows would get slower kernels than the first
         block.compile(dynamic=False)
@@ -369,7 +367,7 @@ def check_same_latents(bench: Bench, count: int = 2) -> float:
         SystemExit: it is above ``TOLERANCE``: the times of different work cannot be compared.
     """
     prompts = generate_random_prompts(bench.size, count, GUIDANCE, bench.device, torch.float32)
-    keys = bench.keys.select_slice(slice(count))
+    keys = bench.keys.select_samples(slice(count))
     sampler = SamplerConfig(name="ode", steps=STEPS)
     bench.model.transformer.float()
     # cuDNN's convolutions of float32 round to TF32, which has 10 bits

@@ -25,7 +25,7 @@ from ebbflow.recipe.model import ModelConfig, Precision
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import Rollouts, generate_samples
-from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, build_trajectory_batch
+from ebbflow.training.batches import TrajectoryBatch, build_trajectory_batch
 
 STEPS = 10
 """Denoising steps of a rollout, as Flow-GRPO trains SD3.5."""
@@ -256,7 +256,7 @@ def build_training_batch(
     assert trajectory
     advantage = torch.randn(len(bench.keys), device=bench.device)
     return build_trajectory_batch(
-        CorrectedRollout.without_correction(trajectory),
+        trajectory,
         prompts,
         advantage,
         bench.keys,

@@ -16,10 +16,11 @@ import json
 import time
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 import yaml
 from tqdm import tqdm
@@ -36,6 +37,7 @@ from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import write_text
+from ebbflow.storage.tables import read_table, write_table
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy_io import open_model, open_policy
 from ebbflow.training.policy_metadata import write_base_policy
@@ -57,7 +59,18 @@ def main() -> None:
     parser.add_argument(
         "--report", action="store_true", help="write the results of the runs that are there"
     )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="FILE",
+        help="write honest and hacked pictures of the planted runs that are there as pairs",
+    )
     arguments = parser.parse_args()
+    if arguments.pictures:
+        write_hacked_pairs(
+            sorted(path.parent for path in RUNS.glob(f"*/{DONE}")), arguments.pictures
+        )
+        return
     runs = [] if arguments.report else list(list_runs(arguments.seeds, arguments.only))
     for asked in tqdm(runs, unit="run"):
         folder = RUNS / f"{asked['name']}-{asked['algorithm']}-{asked['seed']}"
@@ -86,6 +99,37 @@ def list_runs(seeds: list[int], only: list[str] | None = None) -> Iterator[dict[
                             "seed": seed,
                             "independent": independent,
                         }
+
+
+def write_hacked_pairs(folders: Sequence[Path], path: Path) -> None:
+    """Write a held-out sample of each prompt from before and from after each planted run, as pairs
+    of which the one from before is chosen: what ``reward_model.hacked`` names.
+    """
+    rows = []
+    for folder in folders:
+        run = json.loads((folder / DONE).read_text())
+        if run["kind"] != "planted":
+            continue
+        sides = [
+            {
+                row["prompt_id"]: row
+                for row in read_table(folder / f"{side}.parquet").to_pylist()
+                if row["sample"] == 0 and row["split"] == "held_out"
+            }
+            for side in ("before", "after")
+        ]
+        for prompt_id in sorted(sides[0].keys() & sides[1].keys()):
+            before, after = (side[prompt_id] for side in sides)
+            rows.append(
+                {
+                    "prompt": before["prompt"],
+                    "chosen": before["image"],
+                    "rejected": after["image"],
+                    "kind": run["name"],
+                }
+            )
+    table = pa.Table.from_pylist(rows)
+    write_table(path, table.schema, table.to_batches(), {})
 
 
 def build_recipe(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:

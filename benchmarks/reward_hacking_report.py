@@ -20,13 +20,14 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.machine import describe_machine
-from ebbflow.data.records import Evaluation
+from ebbflow.data.records import Evaluation, Look
 from ebbflow.evaluation.gate import REFUSED, decide_by_gate
 from ebbflow.evaluation.image_statistics import (
     compute_chance_effect,
     compute_effect_size,
     compute_image_statistics,
 )
+from ebbflow.evaluation.look import compute_look_error
 from ebbflow.recipe import Recipe
 from ebbflow.storage.tables import read_table
 
@@ -83,7 +84,12 @@ def judge_run(folder: Path, recipe_of: Callable[[Run], Recipe]) -> Run:
         Evaluation.model_validate({key: value for key, value in one.items() if key != "step"})
         for one in curve
     ]
-    decision = decide_by_gate(recipe, records[-1], records[0], samples_after, samples_before)
+    # At the share of the error budget that a look of a registered model has.
+    error = compute_look_error(recipe.promotion, 0.0)
+    look = Look(number=1, error=error, spent=error, budget=recipe.promotion.error_budget)
+    decision = decide_by_gate(
+        recipe, records[-1], records[0], samples_after, samples_before, look=look
+    )
     scores = [(one["step"], one["held_out"].get(run["independent"], 0.0)) for one in curve]
     # seen at the first evaluation below, so up to `evaluate_every` steps after it happened
     fell = next((step for step, score in scores if score < scores[0][1] - FALL), None)

@@ -1,5 +1,5 @@
 """CPU-seconds of rollouts and updates against bare torch: ``python -m benchmarks.speed [--compile]
-[--write]``.
+[--free-network] [--write]``.
 
 A rollout is compared with its forward passes alone: the same network on as many rows as often, with
 all inputs ready. An update without reference and copies is compared with forward, squared error,
@@ -12,6 +12,8 @@ out.
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.free_network import build_part, replace_part
 from benchmarks.gpu_sides import SIZES, ModelSize, build_random_model, generate_random_prompts
 from benchmarks.speed_report import Call, Case, MedianTimes, format_report
 from ebbflow.flow.noise import SampleKeys
@@ -37,7 +40,6 @@ from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.batches import (
-    CorrectedRollout,
     TrajectoryBatch,
     build_forward_batch,
     build_trajectory_batch,
@@ -127,16 +129,27 @@ def main() -> None:
         help="also a step with compiled blocks; takes a minute or two",
     )
     parser.add_argument(
+        "--free-network",
+        action="store_true",
+        help="only what a sample costs besides the network, at published sizes; takes a minute",
+    )
+    parser.add_argument(
         "--write", action="store_true", help="keep the table in benchmarks/results/speed.md"
     )
     arguments = parser.parse_args()
     # process_time adds up the threads: with several it would count waiting ones, too
     torch.set_num_threads(1)
+    part = build_part(shlex.join(["python", "-m", "benchmarks.speed", *sys.argv[1:]]))
+    if arguments.free_network:
+        print(part)
+        if arguments.write:
+            RESULTS.write_text(replace_part(RESULTS.read_text(), part))
+        return
     times_by_case = {}
     for case in tqdm(list_cases(arguments.compile), unit="case"):
         times_by_case[case] = time_both_sides(case.call, case.other, arguments.repeat)
         tqdm.write(f"{case.name}: {times_by_case[case].ratio:.3f}")
-    page = format_report(times_by_case, arguments.repeat)
+    page = replace_part(format_report(times_by_case, arguments.repeat), part)
     print(page)
     if arguments.write:
         RESULTS.write_text(page)
@@ -298,7 +311,7 @@ def build_training_batch(bench: Bench) -> TrajectoryBatch:
     assert rollouts.trajectory
     advantage = torch.randn(len(bench.sample_keys))
     return build_trajectory_batch(
-        CorrectedRollout.without_correction(rollouts.trajectory),
+        rollouts.trajectory,
         bench.prompts,
         advantage,
         bench.sample_keys,
@@ -376,7 +389,7 @@ def build_policy_gradient_step(bench: Bench, trained: tuple[int, ...], reuse: bo
         )
         assert rollouts.trajectory
         rows = build_trajectory_batch(
-            CorrectedRollout.without_correction(rollouts.trajectory),
+            rollouts.trajectory,
             bench.prompts,
             advantage,
             bench.sample_keys,

@@ -1,6 +1,6 @@
 # Rollouts, online stages and evaluations on GPUs. Build from the repository's root.
 # Two environments: the engine's pins differ from the trainer's, and tasks reach it across a process boundary.
-FROM python:3.11.14-slim-bookworm
+FROM python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 # Triton compiles with gcc; the engine's OpenCV wants libgl1 and libglib; the rewards of an online stage want tesseract;
 # KubeRay's probes of a pod run wget.
 RUN apt-get update \
@@ -22,10 +22,15 @@ COPY ebbflow ebbflow
 COPY tasks tasks
 COPY workflows workflows
 COPY containers/vllm_omni containers/vllm_omni
-RUN uv pip install --system --no-cache --no-deps --build-constraints constraints.txt --editable . \
+RUN uv pip install --system --no-cache --no-deps --build-constraints constraints.txt \
+        --config-settings editable_mode=compat --editable . \
     && uv pip install --python /opt/vllm-omni/bin/python --no-cache --no-deps --build-constraints constraints.txt --editable . \
     && uv pip install --python /opt/vllm-omni/bin/python --no-cache --no-deps --build-constraints constraints.txt \
         --editable containers/vllm_omni
-# It runs as any user, also one without a name, on a root filesystem that cannot be written: only /tmp can. Own modules lie next to ebbflow.
-ENV HOME=/tmp USER=ebbflow PYTHONPATH=/opt/ebbflow EBBFLOW_LOCAL_CACHE=/tmp/flyte-cache PYTHONDONTWRITEBYTECODE=1 MLFLOW_DISABLE_TELEMETRY=true NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# It runs as any user, also one without a name, on a root filesystem that cannot be written: only /tmp can. Own modules lie next to
+# ebbflow. No PYTHONPATH: sources that Flyte uploads come before those of the image.
+ENV HOME=/tmp USER=ebbflow EBBFLOW_LOCAL_CACHE=/tmp/flyte-cache PYTHONDONTWRITEBYTECODE=1 MLFLOW_DISABLE_TELEMETRY=true NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# The commit that the image was built from, for the tags of runs and versions: pods have no repository. Last, as it changes with each build.
+ARG GIT_COMMIT=""
+ENV EBBFLOW_GIT_COMMIT=$GIT_COMMIT
 USER 1000

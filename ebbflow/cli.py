@@ -7,10 +7,24 @@ from typing import Any
 
 import click
 
-from ebbflow.commands import costs, policies, recipes, runs, servers
+from ebbflow.commands import (
+    certify,
+    cluster,
+    costs,
+    gate_policy,
+    policies,
+    projects,
+    recipes,
+    retention,
+    reward_models,
+    runs,
+    servers,
+    signing,
+)
 from ebbflow.extras import explain_import_error
 from ebbflow.logs import configure_logging
 from ebbflow.recipe.plugins import extend_import_path
+from ebbflow.watchdog import enable_stack_dumps
 
 
 class CommandGroup(click.Group):
@@ -40,6 +54,7 @@ def main() -> None:
     """
     try:
         configure_logging()
+        enable_stack_dumps()
     except ValueError as error:
         sys.exit(str(error))
     # For commands that read no recipe, such as serve-reward; ``load_recipe`` puts the folder of a
@@ -49,16 +64,31 @@ def main() -> None:
 
 # Click sorts the commands in the help itself.
 for command in (
+    certify.certify,
+    certify.check_certificate,
+    cluster.reconcile,
+    cluster.submit,
     costs.estimate,
     costs.plan,
+    gate_policy.gate_policy,
     policies.draw,
+    policies.evaluate,
     policies.export,
     policies.rollback,
     policies.verify,
+    projects.create_project,
+    signing.make_key,
+    signing.sign,
+    signing.adopt,
     recipes.check,
     recipes.defaults,
     recipes.keys,
     recipes.list_choices,
+    retention.clean,
+    reward_models.train_reward,
+    reward_models.turn,
+    reward_models.write_rubrics,
+    runs.compare,
     runs.replay,
     runs.run,
     runs.runs,

@@ -13,7 +13,9 @@ from importlib.util import find_spec
 
 EXTRAS = {
     "boto3": "mlflow",
+    "cryptography": "mlflow",
     "cv2": "evaluation",
+    "docker": "flyte",
     "fastapi": "serve",
     "flytekit": "flyte",
     "flytekitplugins": "flyte",
@@ -25,6 +27,7 @@ EXTRAS = {
     "omegaconf": "ocr",
     "onnxruntime": "ocr",
     "pandas": "evaluation",
+    "prometheus_client": "metrics",
     "rapidfuzz": "ocr",
     "rapidocr": "ocr",
     "ray": "ray",

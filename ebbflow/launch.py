@@ -20,8 +20,10 @@ from typing import Any
 
 from ebbflow.extras import MissingExtraError, require
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.output_folder import check_output_folder
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.resume import handle_interrupt, how_to_resume
+from ebbflow.rewards.built_in.model import list_unpinned_models
 from ebbflow.storage.disk import PathError, create_private_folder
 
 logger = logging.getLogger(__name__)
@@ -33,12 +35,17 @@ EXPLAINED = ("ebbflow", "tasks")
 """Packages whose own errors name value, place and fix."""
 
 
-def launch_recipe(path: Path, debug: bool) -> None:
+class SubmitError(RuntimeError):
+    """Flyte did not take a run: says why, and what to do."""
+
+
+def launch_recipe(path: Path, debug: bool, turn: bool = False) -> None:
     """Run the recipe at ``path`` to its end. An error ends the process with status 1, Ctrl-C with
     130.
 
     Args:
         debug: let an error of the pipeline show its traceback.
+        turn: a turn of the flywheel, which begins with the reward model and pins it itself.
     """
     # First, so that Ctrl-C also says how to resume while the pipeline still loads.
     signal.signal(signal.SIGINT, handle_interrupt)
@@ -46,6 +53,8 @@ def launch_recipe(path: Path, debug: bool) -> None:
         # The report comes last and an evaluation after hours: what they need is checked now.
         require("ebbflow run", "flytekit", "mlflow", "cv2", "matplotlib", "pandas")
         recipe = load_recipe(path)
+        if not turn:
+            recipe = pin_rewards(recipe)
         _prepare_environment(recipe)
     except (MissingExtraError, RecipeError) as error:
         sys.exit(str(error))
@@ -53,11 +62,31 @@ def launch_recipe(path: Path, debug: bool) -> None:
         "recipe %s, seed %d: loading the pipeline, which takes seconds", recipe.name, recipe.seed
     )
     try:
-        importlib.import_module(PIPELINE).run(recipe)
+        pipeline = importlib.import_module(PIPELINE)
+        execute = pipeline.turn if turn else pipeline.run
+        execute(recipe)
     except Exception as error:
         if debug:
             raise
         sys.exit(f"\n{explain_error(error)}\n{how_to_resume()}")
+
+
+def pin_rewards(recipe: Recipe) -> Recipe:
+    """Return the recipe with the version and the digest of each registered reward model.
+
+    Raises:
+        RecipeError: one of them does not exist.
+    """
+    # The registry imports MLflow, which takes seconds.
+    if not list_unpinned_models(recipe):
+        return recipe
+    from ebbflow.registry.reward_models import pin_reward_models
+    from ebbflow.tracking.store import TrackingError
+
+    try:
+        return pin_reward_models(recipe)
+    except TrackingError as error:
+        raise RecipeError(f"rewards: {error}") from error
 
 
 def explain_error(error: Exception) -> str:
@@ -115,6 +144,8 @@ def _prepare_environment(recipe: Recipe) -> None:
     Raises:
         RecipeError: the output folder cannot be made.
     """
+    if "://" not in recipe.output:
+        check_output_folder(recipe.output)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # Programs of this environment are found where it has not been activated.
     os.environ["PATH"] = os.pathsep.join(

@@ -4,35 +4,44 @@ call the same function.
 
 from __future__ import annotations
 
-import tempfile
+import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbflow.data.buckets import list_bucket_sizes
 from ebbflow.data.pairs import check_pairs
 from ebbflow.data.prepare import prepare_prompt_table
 from ebbflow.data.prompts import Prompt
+from ebbflow.data.sized_pictures import describe_data
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
+from ebbflow.recipe.base import iter_leaves
 from ebbflow.recipe.branches import BRANCH
-from ebbflow.recipe.families import FAMILIES, find_family
-from ebbflow.recipe.model import ModelConfig, resize_model
+from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.model import ModelConfig, find_picture_size, resize_model
+from ebbflow.recipe.output_folder import check_output_folder
 from ebbflow.recipe.paths import SHIPPED, list_shipped_files, resolve_local_path
 from ebbflow.recipe.plugins import import_object
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
+from ebbflow.recipe.problems import RecipeProblems
+from ebbflow.recipe.recipe_file import find_locations
 from ebbflow.recipe.rewards import CustomRewardConfig
-from ebbflow.recipe.stages import StageConfig
+from ebbflow.recipe.stages import StageConfig, is_trained_in_group
 from ebbflow.rewards.combine import load_scorer
-from ebbflow.rewards.trial import try_reward
-from ebbflow.run_notes import describe_passes, describe_prompts
+from ebbflow.rewards.trial import RewardTrial, try_reward
+from ebbflow.run_notes import describe_missing_gpus, describe_run, describe_shares
 from ebbflow.storage.artifacts import ArtifactError
 from ebbflow.tracking.node_sinks import check_sinks
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 
 LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
 WHERE = "a relative path is looked for next to the recipe, then in the working directory"
+logger = logging.getLogger(__name__)
 TRIED_PROMPTS = 2
 TRIED_SIZE = 64
 """Pixels a side of the images that a reward is tried on, where the recipe leaves the size to the
@@ -46,9 +55,12 @@ def check_recipe(
     on_cluster: bool,
     context_parallel: int = 1,
     processes: int = 1,
+    shards: int | None = None,
 ) -> list[str]:
     """Check the files and folders that a recipe names, what its base model can draw, and that its
     own code and rewards work, and that the gate can compare policies on its prompts.
+
+    Several errors are raised as one of the first one's type, a line each.
 
     Nothing is written or downloaded. A user's own loss is called on random rows, and, but for a
     cluster, whose first pod has no GPU, a user's own reward on small images.
@@ -57,7 +69,8 @@ def check_recipe(
         tracking_uri: the MLflow store that the recipe and the environment resolve to.
         on_cluster: every task has its own pod, and a pod's disk is deleted with it.
         context_parallel: processes that share the tokens of a sample in offline stages.
-        processes: that train an offline stage, those of all nodes.
+        processes: that train an offline stage or run a colocated one, those of all nodes.
+        shards: those of them that share one copy of the model; default: all.
 
     Returns:
         What a reader of the recipe may want to know, a line each (``ebbflow.run_notes``).
@@ -69,65 +82,126 @@ def check_recipe(
         PromptError: the prompts cannot be used or are too few, or the gate could never promote a
             policy on them.
         PairError: the pairs file has wrong columns or an invalid first row.
+        DataError: captioned data, or a picture of it, cannot be used.
         ModelError: the base-model folder is not one, or the model cannot draw the recipe's size,
             share its tokens or decode with gradient as an algorithm needs.
         RewardError: a reward cannot run here, or a user's own breaks its contract.
     """
-    if on_cluster:
-        _check_shared_storage(recipe.output, tracking_uri)
-    if "://" not in recipe.output:
-        _check_writable(Path(recipe.output))
+    problems = RecipeProblems(find_locations(recipe))
+    with problems.collect("output"):
+        if on_cluster:
+            _check_shared_storage(recipe.output, tracking_uri)
+        if "://" not in recipe.output:
+            check_output_folder(recipe.output)
     # What costs little is checked first: a wrong path should not wait for an import of torch.
-    prepared = _read_prompt_table(recipe, on_cluster)
+    prepared = None
+    notes = []
+    with problems.collect("prompts"):
+        prepared = read_prompt_table(recipe, on_cluster)
+        notes = [*describe_run(recipe, prepared), *describe_shares(recipe, processes)]
+    _check_stages(problems, recipe, on_cluster, processes if shards is None else shards)
+    notes += _describe_data(problems, recipe, prepared[0] if prepared else None, on_cluster)
+    _check_code_and_model(problems, recipe, on_cluster, context_parallel)
     prompts = _choose_tried_prompts(recipe, prepared[0]) if prepared else []
-    notes = _write_notes(recipe, prepared)
-    _check_stages(recipe, on_cluster, processes)
+    trials: dict[str, RewardTrial] = {}
+    # A reward that cannot be built has been reported.
+    if prompts and not on_cluster and not problems.has("rewards"):
+        with problems.collect("rewards"):
+            trials = _try_rewards(recipe, prompts)
+    problems.raise_all()
+    # No error: the images are noise, in which a reward may find nothing to score.
+    notes += [
+        f"the reward {column} gave no score to any of {len(trial.reasons)} images of noise"
+        f" ({trial.reasons[0]}); if it gives none to the model's images either, the run stops, or"
+        " the gate refuses"
+        for column, trial in trials.items()
+        if trial.reasons
+    ]
+    _warn_of_unread_prompts(recipe, trials)
+    if not on_cluster:
+        notes += describe_missing_gpus(recipe)
+    return notes
+
+
+def _check_code_and_model(
+    problems: RecipeProblems, recipe: Recipe, on_cluster: bool, context_parallel: int
+) -> None:
+    """Check the code that a recipe names, its model, start, rewards and sinks: with torch and
+    diffusers, whose import takes seconds.
+    """
+    logger.info("checking the model %s, the losses and the rewards", recipe.model.family)
     for path in recipe.plugin_paths:
-        import_object(path)
-    _try_losses(recipe)
-    _check_model(recipe.model, on_cluster)
-    _check_further_sizes(recipe)
-    if context_parallel > 1:
-        from ebbflow.models.sizes import check_shared_tokens  # imports torch
+        with problems.collect(_find_key_of_value(recipe, path)):
+            import_object(path)
+    with problems.collect("stages"):
+        _try_losses(recipe)
+    with problems.collect("model"):
+        _check_model(recipe.model, on_cluster)
+        _check_further_sizes(recipe)
+        if context_parallel > 1:
+            from ebbflow.models.sizes import check_shared_tokens  # imports torch
 
-        check_shared_tokens(recipe, context_parallel)
+            check_shared_tokens(recipe, context_parallel)
     start = recipe.policy.start
-    if start and not start.is_on_hub:
-        _check_start(start.path or "", on_cluster)
-    _check_rewards(recipe)
-    check_sinks(recipe)
+    # A champion is in the registry, and is compared with its digests when it is downloaded.
+    if isinstance(start, PretrainedSourceConfig) and not start.is_on_hub:
+        with problems.collect("policy.start.path"):
+            _check_start(start.path or "", on_cluster)
+    with problems.collect("rewards"):
+        _check_rewards(recipe)
+    with problems.collect("tracking.sinks"):
+        check_sinks(recipe)
     _warn_of_evaluation_sampler(recipe)
-    if prompts and not on_cluster:
-        notes += _try_rewards(recipe, prompts)
-    return notes
 
 
-def _write_notes(recipe: Recipe, prepared: tuple[pa.Table, str] | None) -> list[str]:
-    """Write what a reader of the recipe may want to know, a line each."""
-    notes = describe_passes(recipe)
-    if prepared:
-        table, report = prepared
-        notes = [report, *describe_prompts(recipe, table), *notes]
-        notes += _describe_unused_guardrails(recipe, table)
-    if not recipe.guardrails:
-        notes.append(
-            "no guardrails are named: the gate compares only the reward and the statistics of the"
-            " images; name some under 'guardrails' to see whether the reward is gamed"
-        )
-    return notes
+def _find_key_of_value(recipe: Recipe, value: str) -> str:
+    """Find the first key of the recipe that has a value; the empty key where none has."""
+    for path, leaf in iter_leaves(recipe.model_dump(mode="json")):
+        if leaf == value:
+            return ".".join(map(str, path))
+    return ""
 
 
-def _check_stages(recipe: Recipe, on_cluster: bool, processes: int) -> None:
+def _check_stages(problems: RecipeProblems, recipe: Recipe, on_cluster: bool, shards: int) -> None:
     """Check pairs, teachers and optimizers, which each stage has of its own."""
     for index, stage in enumerate(recipe.stages):
+        key = f"stages.{index}"
         if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
-            _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
-        _check_teachers(f"stages.{index}.algorithm", stage, on_cluster)
-        sharded = stage.kind == "offline" and processes > 1
-        stage.optimizer.require_whole_state(f"stages.{index}.optimizer", sharded)
-        # On a cluster, the image of training pods may be the only one that has the package.
-        if not on_cluster:
-            stage.optimizer.require_package(f"stages.{index}.optimizer")
+            with problems.collect(f"{key}.pairs"):
+                _check_pairs(f"{key}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
+        with problems.collect(f"{key}.algorithm"):
+            _check_teachers(f"{key}.algorithm", stage, on_cluster)
+        with problems.collect(f"{key}.optimizer"):
+            sharded = shards > 1 and is_trained_in_group(stage)
+            stage.optimizer.require_whole_state(f"{key}.optimizer", sharded)
+            # On a cluster, the image of training pods may be the only one that has the package.
+            if not on_cluster:
+                stage.optimizer.require_package(f"{key}.optimizer")
+
+
+def _describe_data(
+    problems: RecipeProblems, recipe: Recipe, prompts: pa.Table | None, on_cluster: bool
+) -> list[str]:
+    """Read the captioned data of each stage; return a line about each."""
+    evaluated = set[str]()
+    if prompts is not None:
+        evaluated_rows = prompts.filter(pc.not_equal(prompts["split"], "train"))
+        evaluated = set(evaluated_rows["prompt"].to_pylist())
+    lines = []
+    for index, stage in enumerate(recipe.stages):
+        data = stage.captioned_data
+        if data is None or "://" in data.path:
+            continue
+        key = f"stages.{index}.data"
+        with problems.collect(key):
+            if on_cluster:
+                raise RecipeError(f"{key}.path = {data.path!r} {LOCAL_PATH}")
+            if not Path(data.path).exists():
+                raise RecipeError(f"{key}.path = {data.path!r}: no such file or folder; {WHERE}")
+            size = find_picture_size(recipe.model)
+            described = describe_data(data, Path(data.path), recipe.model.frames, size, evaluated)
+            lines.append(f"{key}: {described}")
+    return lines
 
 
 def _check_rewards(recipe: Recipe) -> None:
@@ -144,7 +218,7 @@ def _check_rewards(recipe: Recipe) -> None:
                     _check_decodes_with_gradient(recipe.model.family, stage.algorithm_name)
 
 
-def _read_prompt_table(recipe: Recipe, on_cluster: bool) -> tuple[pa.Table, str] | None:
+def read_prompt_table(recipe: Recipe, on_cluster: bool) -> tuple[pa.Table, str] | None:
     """Read the prompts as the run will, with a sentence about them; None for files of which one is
     behind a URI.
     """
@@ -182,20 +256,6 @@ def _choose_tried_prompts(recipe: Recipe, table: pa.Table) -> list[Prompt]:
     return [Prompt(**row) for part in tried for row in part.to_pylist()]
 
 
-def _describe_unused_guardrails(recipe: Recipe, table: pa.Table) -> list[str]:
-    """Say which default guardrails find nothing to read in the held-out prompts."""
-    held_out = table.filter(pc.equal(table["split"], "held_out"))
-    num_texts = held_out.num_rows - held_out["target"].null_count
-    measured = recipe.select_scorable_guardrails(num_texts)
-    unused = [config.column for config in recipe.guardrails if config not in measured]
-    if not unused:
-        return []
-    return [
-        f"guardrails are left out by default where they cannot be scored: {', '.join(unused)}, as"
-        f" {num_texts} of {held_out.num_rows} held-out prompts name a text to read"
-    ]
-
-
 def _find_prompt_file(key: str, source: str, on_cluster: bool) -> Path:
     path = resolve_local_path(source)
     entry = f"{key} = {source!r}"
@@ -224,30 +284,39 @@ def _try_losses(recipe: Recipe) -> None:
             try_loss(stage.algorithm.path, *stage.algorithm.load_algorithm())
 
 
-def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> list[str]:
-    """Try a user's own rewards; return a line for each that scored none of the images."""
+def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> dict[str, RewardTrial]:
+    """Try a user's own rewards, by their columns."""
     model = recipe.model
-    family = find_family(model.family)
-    # The glyph model has the size that it is trained at.
-    size = model.training if family and family.has_fixed_size else model
-    height = size.height or TRIED_SIZE
-    width = size.width or TRIED_SIZE
+    height, width = find_picture_size(model) or (TRIED_SIZE, TRIED_SIZE)
     branch_rewards = [config for branch in recipe.branches.values() for config in branch.rewards]
-    notes = []
+    trials = {}
     for config in (*recipe.rewards, *recipe.guardrails, *branch_rewards):
         # Ebbflow's own rewards have tests, and some would load gigabytes.
         if isinstance(config, CustomRewardConfig):
             applicable = [prompt for prompt in prompts if config.applies_to(prompt.source)]
             tried = applicable[:TRIED_PROMPTS]
-            reasons = try_reward(config, tried, height, width, model.frames)
-            # No error: the images are noise, in which a reward may find nothing to score.
-            if reasons:
-                notes.append(
-                    f"the reward {config.column} gave no score to any of {len(reasons)} images of"
-                    f" noise ({reasons[0]}); if it gives none to the model's images either, the"
-                    " run stops, or the gate refuses"
-                )
-    return notes
+            trials[config.column] = try_reward(config, tried, height, width, model.frames)
+    return trials
+
+
+def _warn_of_unread_prompts(recipe: Recipe, trials: Mapping[str, RewardTrial]) -> None:
+    """Warn where no reward of a stage depends on the prompt: the policy may forget what to show."""
+    # A branch may have rewards of its own; the stages outside branches have those of the recipe.
+    for branch in dict.fromkeys(stage.branch for stage in recipe.stages):
+        rewards = recipe.select_branch(branch).rewards
+        if all(
+            config.ignores_prompt
+            or (config.column in trials and trials[config.column].ignores_prompt)
+            for config in rewards
+        ):
+            key = f"branches.{branch}.rewards" if branch else "rewards"
+            columns = ", ".join(config.column for config in rewards)
+            warnings.warn(
+                f"{key}: no score depends on the prompt ({columns}), so a policy may gain by images"
+                " that do not show their prompts; add a reward that reads them, such as ocr,"
+                " clipscore or pickscore",
+                stacklevel=3,
+            )
 
 
 def _check_shared_storage(output: str, tracking_uri: str) -> None:
@@ -309,6 +378,11 @@ def _check_further_sizes(recipe: Recipe) -> None:
     for index, stage in enumerate(recipe.stages):
         for number, size in enumerate(stage.sizes):
             resized[f"stages.{index}.sizes.{number}"] = resize_model(model, size.height, size.width)
+        buckets = stage.captioned_data.buckets if stage.captioned_data else None
+        picture_size = find_picture_size(model)
+        if buckets and picture_size:
+            for height, width in list_bucket_sizes(picture_size, buckets):
+                resized[f"stages.{index}.data.buckets"] = resize_model(model, height, width)
     if not resized:
         return
     if model.family not in FAMILIES:
@@ -398,18 +472,3 @@ def _check_teacher(key: str, teacher: str, on_cluster: bool) -> None:
         read_policy_metadata(Path(teacher))
     except (ArtifactError, PolicyError) as error:
         raise RecipeError(f"{key} is not the policy folder of an earlier run: {error}") from None
-
-
-def _check_writable(folder: Path) -> None:
-    """Check that a folder can be written or made, without making it: ``ebbflow check`` leaves
-    nothing behind.
-    """
-    try:
-        candidates = (folder.absolute(), *folder.absolute().parents)
-        nearest = next(path for path in candidates if path.exists())
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        raise RecipeError(
-            f"output = {str(folder)!r} cannot be written ({error.strerror}); set another folder"
-        ) from None

@@ -57,13 +57,8 @@ def show_progress(
         "maxinterval": INTERVAL,
         "miniters": 1,
     }
-    return tqdm(
-        **common, **lines, file=_LogLines(), bar_format=LINE.replace("UNITS", _pluralise_unit(unit))
-    )
-
-
-def _pluralise_unit(unit: str) -> str:
-    return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+    units = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+    return tqdm(**common, **lines, file=_LogLines(), bar_format=LINE.replace("UNITS", units))
 
 
 class _LogLines:

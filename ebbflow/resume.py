@@ -7,9 +7,32 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+
+class InterruptedAttempt(RuntimeError):
+    """An attempt was ended from outside, by a signal or by the loss of a machine; another attempt
+    goes on where it stopped.
+    """
+
+
+SIGTERM_CAME = threading.Event()
+"""A SIGTERM came while a stage had its handler. Signals belong to the process, so this is no
+attribute of a stage.
+"""
+
+
+def take_sigterm() -> bool:
+    """Return whether a SIGTERM came that no stage has obeyed, and forget it: for what follows a
+    stage in the same process, whose signals no other process has.
+    """
+    is_pending = SIGTERM_CAME.is_set()
+    SIGTERM_CAME.clear()
+    return is_pending
+
 
 _opened: list[str] = []
 """The folder of the run that this process executes, once it is open."""

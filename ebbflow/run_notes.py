@@ -1,5 +1,5 @@
-"""What a recipe asks for and its keys do not show: how often each prompt comes back, and which
-passes differ in size. ``ebbflow check`` prints it; nothing here is an error.
+"""What a recipe asks for and its keys do not show: how often each prompt comes back, which passes
+differ in size, what the gate can prove. ``ebbflow check`` prints it; nothing here is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbflow.data.prepare import select_branch_prompts
+from ebbflow.evaluation.look import (
+    count_effective_samples,
+    find_needed_prompts,
+    find_smallest_gain,
+)
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.families import find_family
+from ebbflow.recipe.guardrails import MIN_PROMPTS
+from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.stages import AnyStageConfig
 
 
@@ -52,28 +61,51 @@ def _count_prompts_of_stage(recipe: Recipe, stage: AnyStageConfig) -> dict[str, 
     if stage.kind == "online":
         steps = stage.steps
         num_prompts = stage.prompts_per_step
-    elif stage.kind == "offline" and not stage.pairs:
+    elif stage.kind == "offline" and stage.takes_prompts:
         steps = 1
         num_prompts = stage.prompts
     else:
-        # Pairs bring their own prompts, and a custom stage takes as many as it wants.
         return {}
     prompts = recipe.select_branch(stage.branch).prompts
     counts = prompts.count_by_prompt_set(num_prompts) if prompts.mixture else {"": num_prompts}
     return {name: steps * count for name, count in counts.items()}
 
 
-def describe_passes(recipe: Recipe) -> list[str]:
-    """Return a line for each stage whose ``micro_batch`` makes passes of other sizes than itself.
+def describe_shares(recipe: Recipe, processes: int) -> list[str]:
+    """Return a line for each colocated stage whose steps leave some of its processes idle while
+    others generate.
 
-    In an online stage the first ratio is then off 1, as kernels add in another order for another
-    batch size (``ebbflow.online.first_update_alarm``).
+    Example:
+        >>> describe_shares(recipe, 8)
+        ["stages.0: a step has 6 requests of 2 prompts for 8 processes, so 2 of them wait while the
+        others generate; raise prompts_per_step or lower micro_batch"]
+    """
+    lines = []
+    for index, stage in enumerate(recipe.stages):
+        if stage.kind != "online" or stage.placement != "colocated":
+            continue
+        prompts = max(1, stage.micro_batch // stage.group_size)
+        requests = math.ceil(stage.prompts_per_step / prompts)
+        num_idle = -requests % processes
+        if num_idle:
+            lines.append(
+                f"stages.{index}: a step has {requests} requests of {prompts} prompts for"
+                f" {processes} processes, so {num_idle} of them wait while the others generate;"
+                " raise prompts_per_step or lower micro_batch"
+            )
+    return lines
+
+
+def describe_passes(recipe: Recipe) -> list[str]:
+    """Return a line for each stage whose passes have other sizes than ``micro_batch``.
+
+    Where they are not even equal, the first ratio of an online stage is off 1, as kernels add in
+    another order for another batch size (``ebbflow.online.first_update_alarm``).
 
     Example:
         >>> describe_passes(recipe)
-        ["stages.0.micro_batch = 48: rollouts of a step in passes of unequal size (2 of 48, 1 of 32
-        samples); it does not divide the 64 samples of an update; 32 divides every batch of the
-        stage"]
+        ["stages.0.micro_batch = 9: passes have 8 samples, as groups of 24 are split evenly; 8
+        divides every batch of the stage"]
     """
     lines = []
     for index, stage in enumerate(recipe.stages):
@@ -90,14 +122,18 @@ def _iterate_uneven_batches(stage: AnyStageConfig) -> Iterator[str]:
     """Yield in words which batches of a stage are not split into passes of one size."""
     size = stage.micro_batch
     if stage.kind == "online":
-        passes = _list_rollout_passes(stage.prompts_per_step, stage.group_size, size)
+        size = stage.pass_size
+        if size != stage.micro_batch:
+            are_split = "split evenly" if size < stage.group_size else "not split"
+            yield f"passes have {size} samples, as groups of {stage.group_size} are {are_split}"
+        passes = _list_rollout_passes(stage.prompts_per_step, stage.group_size, stage.micro_batch)
         if len(set(passes)) > 1:
             counts = [f"{count} of {number}" for number, count in Counter(passes).items()]
             yield f"rollouts of a step in passes of unequal size ({', '.join(counts)} samples)"
-    # One that is smaller than micro_batch is a single pass, of whatever size.
+    # One that is smaller than a pass is a single one, of whatever size.
     for what, count in _iterate_training_batches(stage):
         if count > size and count % size:
-            yield f"it does not divide the {count} samples of {what}"
+            yield f"{size} does not divide the {count} samples of {what}"
 
 
 def _list_rollout_passes(num_prompts: int, group_size: int, micro_batch: int) -> list[int]:
@@ -105,13 +141,12 @@ def _list_rollout_passes(num_prompts: int, group_size: int, micro_batch: int) ->
     # As ``ebbflow.online.rollout_queue`` splits a step: whole groups to a request, and a group
     # above micro_batch in several passes.
     prompts_at_once = max(1, micro_batch // group_size)
-    passes = []
+    sizes = []
     for start in range(0, num_prompts, prompts_at_once):
-        left = min(prompts_at_once, num_prompts - start) * group_size
-        while left > 0:
-            passes.append(min(left, micro_batch))
-            left -= micro_batch
-    return passes
+        samples = min(prompts_at_once, num_prompts - start) * group_size
+        passes = split_into_equal_passes(samples, micro_batch)
+        sizes += [part.stop - part.start for part in passes]
+    return sizes
 
 
 def _iterate_training_batches(stage: AnyStageConfig) -> Iterator[tuple[str, int]]:
@@ -135,3 +170,97 @@ def _find_divisor(stage: AnyStageConfig) -> int:
         if fits_group and not math.gcd(*counts) % size:
             return size
     return 1
+
+
+def describe_run(recipe: Recipe, prepared: tuple[pa.Table, str] | None) -> list[str]:
+    """Write what a reader of the recipe may want to know, a line each.
+
+    Args:
+        prepared: the prompt table and a sentence about it; None where it is behind a URI.
+    """
+    notes = describe_passes(recipe)
+    if prepared:
+        table, report = prepared
+        notes = [report, *describe_prompts(recipe, table), *notes]
+        notes += _describe_unused_guardrails(recipe, table)
+        notes += _describe_gate(recipe, table)
+    family = find_family(recipe.model.family)
+    if family and family.caveat:
+        notes.append(f"model.family = {recipe.model.family}: {family.caveat}")
+    if not recipe.guardrails:
+        notes.append(
+            "no guardrails are named: the gate compares only the reward and the statistics of the"
+            " images; name some under 'guardrails' to see whether the reward is gamed"
+        )
+    return notes
+
+
+def describe_missing_gpus(recipe: Recipe) -> list[str]:
+    """Say which stages ask for more GPUs than this machine has; the run may be on another one."""
+    notes = []
+    for index, stage in enumerate(recipe.stages):
+        if stage.kind != "online":
+            continue
+        asked = sum(workers.count * workers.gpus for _, workers in stage.resources)
+        if asked:
+            import torch
+
+            num_gpus = torch.cuda.device_count()
+            if asked > num_gpus:
+                notes.append(
+                    f"stages.{index}.resources ask for {asked:g} GPUs, and this machine has"
+                    f" {num_gpus}: here the stage would not start"
+                )
+    return notes
+
+
+def _describe_gate(recipe: Recipe, table: pa.Table) -> list[str]:
+    """Say which gains the gate and the gates of branches can show on their prompts."""
+    share = recipe.promotion.error_budget / recipe.promotion.looks_per_year
+    splits = table["split"].to_pylist()
+    num_held_out = splits.count("held_out")
+    subject = f"the gate decides on {num_held_out} held-out prompts"
+    lines = [_describe_power(recipe, subject, num_held_out, share)]
+    for branch in recipe.branches:
+        branch_table = select_branch_prompts(recipe, table, branch)
+        count = branch_table["split"].to_pylist().count("held_out")
+        error = (1 - recipe.evaluation.confidence) / 2
+        subject = f"the gate of branch {branch} on {count} prompts"
+        lines.append(_describe_power(recipe, subject, count, error))
+    return lines
+
+
+def _describe_unused_guardrails(recipe: Recipe, table: pa.Table) -> list[str]:
+    """Say which default guardrails find nothing to read in the held-out prompts."""
+    held_out = table.filter(pc.equal(table["split"], "held_out"))
+    num_texts = held_out.num_rows - held_out["target"].null_count
+    measured = recipe.select_scorable_guardrails(num_texts)
+    unused = [config.column for config in recipe.guardrails if config not in measured]
+    if not unused:
+        return []
+    return [
+        f"guardrails are left out by default where they cannot be scored: {', '.join(unused)}, as"
+        f" {num_texts} of {held_out.num_rows} held-out prompts name a text to read"
+    ]
+
+
+def _describe_power(recipe: Recipe, subject: str, prompts: int, error: float) -> str:
+    """Describe the smallest gain that a number of prompts and their samples show at an error."""
+    if prompts < MIN_PROMPTS:
+        return (
+            f"{subject}, which are too few: it promotes nothing below {MIN_PROMPTS}; raise"
+            " prompts.held_out"
+        )
+    samples = recipe.evaluation.samples
+    repeated = recipe.count_repeated(prompts)
+    effective = count_effective_samples(prompts, repeated, samples)
+    smallest = find_smallest_gain(prompts, error, effective)
+    needed = find_needed_prompts(smallest / 2, error, effective)
+    times = f"{samples} samples each" if repeated == prompts else f"{samples} of {repeated} of them"
+    if samples == 1 or not repeated:
+        times = "one sample each"
+    return (
+        f"{subject} with {times}: in four of five cases it proves a gain of {smallest:.2g} standard"
+        f" deviations of the prompts' rewards (p below {error:.2g}), if samples of a prompt differ"
+        f" as much as prompts do; half of that needs about {needed} prompts"
+    )

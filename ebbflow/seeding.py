@@ -25,6 +25,8 @@ class Stream(IntEnum):
     ORDER = 4
     SIGMAS = 5
     SIZES = 6
+    CAPTIONS = 7
+    ANCHOR = 8
 
 
 def make_generator(

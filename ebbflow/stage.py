@@ -7,12 +7,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.choices import TreeConfig
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.seeding import derive_seed
@@ -22,8 +21,6 @@ if TYPE_CHECKING:  # scoring and advantages know their stage and do without torc
     from PIL import Image
 
     from ebbflow.algorithms.base import Algorithm, FollowingName
-    from ebbflow.flow.noise import SampleKeys
-    from ebbflow.flow.windows import Plan
 
 
 class MetricsLogger(Protocol):
@@ -59,17 +56,17 @@ class StageContext:
     round: int
     stage: int
 
-    @property
+    @cached_property
     def config(self) -> OnlineStageConfig | OfflineStageConfig | CustomStageConfig:
         return self.recipe.stages[self.stage]
 
-    @property
+    @cached_property
     def online_config(self) -> OnlineStageConfig:
         # Callers know the kind of their stage; the assert tells mypy.
         assert isinstance(self.config, OnlineStageConfig)
         return self.config
 
-    @property
+    @cached_property
     def offline_config(self) -> OfflineStageConfig:
         assert isinstance(self.config, OfflineStageConfig)
         return self.config
@@ -106,69 +103,33 @@ class StageContext:
             and not self.teacher_folders
         )
 
-    @property
+    @cached_property
     def branch_recipe(self) -> Recipe:
         """The recipe with the prompt sets and the rewards of the stage's branch; the recipe, of a
         stage in none.
         """
         return self.recipe.select_branch(self.config.branch)
 
-    @property
+    @cached_property
     def stage_label(self) -> str:
         return self.recipe.stage_label(self.round, self.stage)
 
-    @property
+    @cached_property
     def stage_seed(self) -> int:
         """Seed of all noise of the stage; two stages never share a draw."""
         # By round and place, not by name: the same stage of another round must see other noise.
         return derive_seed(self.recipe.seed, "stage", self.round, self.stage)
 
-    @property
-    def tree(self) -> TreeConfig | None:
-        """How the samples of a group branch; None where each has a trajectory of its own."""
-        return self.config.tree if isinstance(self.config, OnlineStageConfig) else None
 
-    @property
-    def noise_sharing(self) -> tuple[int, ...]:
-        """Samples of a prompt with successive numbers that share their noise, by its step index
-        (``SampleKeys.num_leaves_sharing_noise``).
-        """
-        # The entry at index 0 is x_T; the noise of denoising step i is at index i + 1.
-        first = self.config.group_size if self.config.shared_initial_noise else 1
-        if not self.tree:
-            return (first,)
-        # A tree has one root: its samples share their first noise whatever the group does.
-        return (max(first, self.tree.num_leaves), *self.tree.num_leaves_sharing_noise)
+@dataclass(frozen=True)
+class AnchorFiles:
+    """The captioned data of a stage's anchor: the tables of ``import_data``, the shards of
+    ``encode_data``.
+    """
 
-    def plan_window(self, step: int) -> Plan | None:
-        """Which denoising steps are stochastic and trained in an optimisation step; None where the
-        algorithm has no window.
-        """
-        from ebbflow.flow.windows import plan_steps
-
-        window = self.config.window
-        if not window:
-            return None
-        # A tree can only split where noise makes the branches differ, so its splits are stochastic
-        # in every window.
-        splits = self.tree.splits if self.tree else ()
-        return plan_steps(window, self.config.sampler.steps, step, self.stage_seed, splits)
-
-    def build_sample_groups(
-        self, prompts: list[Prompt], step: int
-    ) -> tuple[list[Prompt], SampleKeys]:
-        """One group of samples per prompt: the prompt of every sample, and its keys. Samples are
-        numbered across steps.
-        """
-        from ebbflow.flow.noise import SampleKeys
-
-        # Numbers go on from step to step: a prompt that comes again gets other noise.
-        size = self.config.group_size
-        repeated = [prompt for prompt in prompts for _ in range(size)]
-        samples = [step * size + member for _ in prompts for member in range(size)]
-        return repeated, SampleKeys(
-            self.stage_seed, [prompt.prompt_id for prompt in repeated], samples, self.noise_sharing
-        )
+    prompts: Path
+    advantages: Path
+    latents: Sequence[Path]
 
 
 @dataclass(frozen=True)
@@ -192,6 +153,7 @@ class StageFolders:
         prompts: the prompt table.
         output: where the policy folder of the stage goes; nothing is there yet.
         teachers: policy folders, by the copy of the policy that each becomes.
+        anchor: the data of the stage's anchor, where it has one.
     """
 
     base: Path
@@ -199,6 +161,7 @@ class StageFolders:
     prompts: Path
     output: Path
     teachers: Mapping[str, Path] = field(default_factory=dict)
+    anchor: AnchorFiles | None = None
 
 
 @dataclass

@@ -14,6 +14,7 @@ How
       the CPU image.
     - ``transformers`` makes Flyte's types of Pydantic models, small enough for its engine.
     - ``descriptions`` is what Flyte's console says of workflows, tasks and inputs.
+    - ``sources`` says what is registered; every pod refuses to run other code than that.
     - ``error_text`` puts the message of an error before its trace, for Flyte's console.
     - ``cache`` says what is reused: within a run, or by all runs. ``preemption`` turns a SIGTERM
       into a retry; ``elastic`` is the training group of offline stages.
@@ -37,11 +38,19 @@ from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import s3_setup_args
 
 from ebbflow.logs import configure_logging
+from ebbflow.metrics_server import serve_metrics
+from ebbflow.storage.sources import check_sources
+from ebbflow.watchdog import enable_stack_dumps
 from tasks.descriptions import describe_entities
 from tasks.error_text import put_messages_first
+from tasks.local_cache import forget_damaged_outputs
+from tasks.preemption import end_at_sigterm
 from tasks.transformers import register_transformers
 
 configure_logging()
+enable_stack_dumps()
+serve_metrics()
+forget_damaged_outputs()
 # The library opens URIs with fsspec and knows no Flyte: point it to the store that Flyte is
 # configured for.
 fsspec.config.conf.setdefault("s3", {}).update(s3_setup_args(DataConfig.auto().s3))
@@ -64,4 +73,7 @@ def _is_actionable(record: logging.LogRecord) -> bool:
 logging.getLogger("flytekit").addFilter(_is_actionable)
 register_transformers()
 put_messages_first()
+# After the line above, which puts an error of this check first in Flyte's console.
+check_sources()
 describe_entities()
+end_at_sigterm()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 from flytekit import Cache, FlyteContextManager, map_task
 from flytekit.core import local_cache
+from pydantic import BaseModel
 
 import ebbflow
 from ebbflow.storage.identity import compute_code_digest
@@ -33,16 +36,45 @@ The version does not cover the code, because a run is only resumed with the code
 """
 
 
-def cache_for_all_runs(*sources: str) -> Cache:
+def cache_for_all_runs(
+    output: type[BaseModel] | None, *sources: str, ignored: tuple[str, ...] = ("run",)
+) -> Cache:
     """Return the cache of outputs that depend on the other inputs, and on these sources of the
     library, but not on the run that logs them.
+
+    Args:
+        output: the type of the output. Flyte's own key does not have its fields, as types are sent
+            without a schema (``tasks.transformers``). None for files.
+        ignored: inputs that the output does not depend on, or that another input is a digest of.
     """
     library = Path(ebbflow.__file__).parent
-    version = "1"
+    version = compute_schema_digest(output) if output else "files"
     if sources:
-        version = compute_code_digest(*(library / source for source in sources))[:16]
+        version += compute_code_digest(*(library / source for source in sources))[:16]
     # Serialised: of two runs that start together one makes the output, and the other waits for it.
-    return Cache(version=version, serialize=True, ignored_inputs=("run",))
+    return Cache(version=version, serialize=True, ignored_inputs=ignored)
+
+
+def compute_schema_digest(model: type[BaseModel]) -> str:
+    """Compute a digest of the fields of a model and of the models in it, without their
+    descriptions.
+    """
+    schema = _drop_descriptions(model.model_json_schema())
+    return hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _drop_descriptions(schema: Any) -> Any:
+    """Return a JSON schema without what only people read."""
+    if isinstance(schema, list):
+        return [_drop_descriptions(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    fields = {}
+    for key, value in schema.items():
+        # A field may be called "description"; then its value is a schema, not a text.
+        if key != "description" or not isinstance(value, str):
+            fields[key] = _drop_descriptions(value)
+    return fields
 
 
 def map_over_values(bound: partial[Any], **values: Any) -> Any:

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from ebbflow.recipe.base import Strict, explain_validation_error, locate_nowhere
 from ebbflow.recipe.yaml_text import YamlText, describe_yaml_error, read_yaml
+from tasks.schedules import NotificationsConfig, ScheduleConfig
 
 FILE = "EBBFLOW_DEPLOYMENT"
 OVERRIDES = {"EBBFLOW_TRAIN_PROCESSES": "train_processes", "EBBFLOW_TRAIN_NODES": "train_nodes"}
@@ -222,8 +223,8 @@ class AcceleratedConfig(PodConfig):
 
 
 class TrainingGroupConfig(PodConfig):
-    """The ``train_processes`` processes of an offline stage on each of ``train_nodes`` nodes, a pod
-    each.
+    """The ``train_processes`` processes on each of ``train_nodes`` nodes, a pod each, that train an
+    offline stage or run a colocated one.
     """
 
     cpu: Cores = 1
@@ -270,8 +271,10 @@ class RayClusterConfig(PodConfig):
     does not fit.
     """
     grace_period: AtLeastZero = 300
-    keep_seconds: AtLeastZero = 300
-    """How long the pods stay after the stage has ended, so that their logs can be read."""
+    keep_seconds: AtLeastZero = 0
+    """How long the pods stay after the stage has ended, for a look into them; the next task may
+    wait for their machines. Their logs are kept in the run's folder (``logs/``).
+    """
     workers: Annotated[list[RayWorkersConfig], Field(min_length=1)] = [RayWorkersConfig()]
 
     @model_validator(mode="after")
@@ -337,30 +340,27 @@ class SecretConfig(HubSecretConfig):
     """The secret lies in a file, and the variable holds its path."""
 
 
-Phase = Literal["SUCCEEDED", "FAILED", "ABORTED", "TIMED_OUT"]
+class PricesConfig(Strict):
+    """What an hour of a machine's parts costs, for the ledger of a run; 0 is unknown."""
 
-
-class NotificationsConfig(Strict):
-    """Who hears of the end of a run that a launch plan started."""
-
-    email: list[str] = []
-    slack: list[str] = []
-    """Addresses of Slack channels."""
-    phases: Annotated[list[Phase], Field(min_length=1)] = ["FAILED", "TIMED_OUT", "SUCCEEDED"]
+    gpu_hour: float = Field(0.0, ge=0)
+    core_hour: float = Field(0.0, ge=0)
+    currency: Annotated[str, Field(min_length=1, max_length=8)] = "USD"
 
 
 class DeploymentConfig(Strict):
     """All settings of a deployment."""
 
     train_processes: AtLeastOne = 2
-    """Training processes of an offline stage, on each node."""
-    train_nodes: AtLeastOne = 1
-    """Nodes of an offline stage's training. More than one are a PyTorchJob of the Kubeflow training
-    operator.
+    """Processes, on each node, that train an offline stage or run an online one with ``placement:
+    colocated``.
     """
-    train_sharding: Literal["full", "hybrid"] = "full"
+    train_nodes: AtLeastOne = 1
+    """Nodes of these processes. More than one are a PyTorchJob of the Kubeflow training operator.
+    """
+    train_sharding: Literal["full", "hybrid", "replicated"] = "full"
     """full: FSDP2 shards the model over all processes; hybrid: inside each node, and replicates it
-    over the nodes (HSDP).
+    over the nodes (HSDP); replicated: each process holds all of it, and only gradients travel.
     """
     train_context_parallel: AtLeastOne = 1
     """Processes of a node that share the tokens of each sample in training, for latents whose
@@ -391,6 +391,10 @@ class DeploymentConfig(Strict):
     (``gpu-device-node-label``).
     """
     notifications: NotificationsConfig = NotificationsConfig()
+    prices: PricesConfig = PricesConfig()
+    """Prices of an hour of a GPU and of a core. The report of a run then has its costs in money."""
+    schedules: list[ScheduleConfig] = []
+    """Default: ``nightly``, at 02:00 UTC, if ``EBBFLOW_RECIPE`` names its recipe."""
     light: PodConfig = PodConfig()
     """Bookkeeping: prompts, tracking, advantages, the gate, the registry."""
     downloader: DownloaderConfig = DownloaderConfig()
@@ -398,6 +402,14 @@ class DeploymentConfig(Strict):
     accelerated: AcceleratedConfig = AcceleratedConfig()
     training_group: TrainingGroupConfig = TrainingGroupConfig()
     ray_cluster: RayClusterConfig = RayClusterConfig()
+
+    @model_validator(mode="after")
+    def _check_names_of_schedules(self) -> DeploymentConfig:
+        names = ["manual", *(schedule.name for schedule in self.schedules)]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"schedules: {repeated[0]} names two launch plans; rename one")
+        return self
 
     @model_validator(mode="after")
     def _check_variables(self) -> DeploymentConfig:

@@ -15,13 +15,23 @@ from flytekit.core.docstring import Docstring
 
 INPUTS = {
     "advantages": "The advantage of every sample that is trained on.",
+    "anchor_latents": "The encoded pictures of the stage's anchor.",
+    "anchor_tables": "Prompts and advantages of the stage's anchor.",
     "answer": "What the person said who was asked for approval.",
+    "approval_hours": "Hours that a person has to approve a promotion, where the recipe does not"
+    " set promotion.approval. 0 asks nobody.",
     "base": "The base model.",
+    "asked_at": "When a person was asked for approval.",
+    "inputs_digest": "The digest of what a run of a schedule is trained from.",
+    "kickoff_time": "When the schedule started the run; the seed of the run.",
+    "unchanged": "Why there is nothing to train; empty if there is.",
     "before": "The evaluation of the policy that training started from.",
     "branch": "The branch of the recipe, by name.",
     "candidate": "The policy that may become champion.",
     "champion": "The registered champion and its evaluation, or that there is none.",
     "decision": "What the gate decided, with reasons.",
+    "encoding": "The digest of captioned data, VAE and sizes.",
+    "err": "The error that ended the execution.",
     "history": "The evaluated policies so far, oldest first.",
     "label": "How the evaluation is called in tables and reports.",
     "model": "The keys `model` of the recipe.",

@@ -1,5 +1,5 @@
-"""The training group of an offline stage: torch's elastic launcher on each node, which saves on
-SIGTERM and starts at once.
+"""The group of processes of an offline or a colocated stage: torch's elastic launcher on each node,
+which saves on SIGTERM and starts at once.
 
 Without CUDA, ranks are forked from a server that has imported what they need, so that they start at
 once. The server is ``multiprocessing``'s, and itself a fork of the launcher, made before the
@@ -46,7 +46,9 @@ from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch import task as plugin
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
+from ebbflow.metrics_server import join_metrics
 from ebbflow.recipe import Recipe
+from ebbflow.resume import take_sigterm
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -60,7 +62,13 @@ RENDEZVOUS = "one-node"
 IN_JOB = "PET_NNODES"
 """Environment variable of the pods of a PyTorchJob, which the training operator sets."""
 # What a rank imports before its first step; the fork server imports it once for all of them.
-PRELOADED = ("tasks.train_offline", "ebbflow.offline.training", "ebbflow.tracking.nodes")
+PRELOADED = (
+    "tasks.train_offline",
+    "tasks.train_online_colocated",
+    "ebbflow.offline.training",
+    "ebbflow.online.loop",
+    "ebbflow.tracking.nodes",
+)
 
 
 JOIN_SECONDS = 900
@@ -114,6 +122,9 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         self.rdzv_backend = "c10d" if several else RENDEZVOUS
 
     def execute(self, **kwargs: Any) -> Any:
+        # It came too late for the stage before, and the ranks to be forked would never see it.
+        if take_sigterm():
+            raise FlyteRecoverableException(f"{self.name} was terminated before it had processes")
         # Only the main thread may set a handler, and it receives the signals.
         if threading.current_thread() is not threading.main_thread():
             return self._launch_processes(**kwargs)
@@ -425,6 +436,8 @@ def _run_rank(directory: str, environment: dict[str, str], *arguments: Any) -> A
     os.chdir(directory)
     os.environ.update(environment)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
+    # The launcher has the port, and logs nothing of the training itself.
+    join_metrics()
     return SPAWN_HELPER(*arguments)
 
 

@@ -1,18 +1,28 @@
-"""Evaluate the registered champion on this run's prompts, so that the gate compares like with
-like."""
+"""Evaluate the registered champion and the anchor on this run's prompts, so that the gate compares
+like with like.
+"""
 
 from __future__ import annotations
+
+import warnings
+from pathlib import Path
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from ebbflow.data.records import TrackedRun
+from ebbflow.data.records import Champion, Evaluation, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch_artifact, make_node_output
 from tasks.resources import accelerated_resources
-from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
+from tasks.types import (
+    AnchorPolicy,
+    BaseModelArtifact,
+    ChampionPolicy,
+    EvaluatedPolicy,
+    TrainedPolicy,
+)
 
 
 @task(cache=ONCE_PER_RUN, **accelerated_resources())
@@ -24,36 +34,111 @@ def evaluate_champion(
     before: EvaluatedPolicy,
 ) -> ChampionPolicy:
     """Evaluate the champion, or return ``before``, the evaluation of the run's own start, if there
-    is no champion yet.
+    is no champion yet; and the anchor, unless that is the champion.
     """
+    from ebbflow.data.prompts import read_prompts
+    from ebbflow.registry.lookup import find_anchor, find_champion
+    from ebbflow.registry.trained_prompts import describe_trained_prompts
+
+    model_name = recipe.promotion.model_name
+    champion = find_champion(run.tracking_uri, model_name)
+    if champion is None:
+        return ChampionPolicy(version=None, evaluated=before)
+    held_out = read_prompts(fetch_artifact(prompts), "held_out")
+    trained = describe_trained_prompts(run.tracking_uri, model_name, held_out)
+    if trained:
+        warnings.warn(trained, stacklevel=1)
+    label = f"champion v{champion.version}"
+    evaluated = _evaluate_version(recipe, run, base, prompts, champion, label)
+    anchor = None
+    version = find_anchor(run.tracking_uri, model_name)
+    if recipe.promotion.anchor_tolerance is None:
+        pass
+    elif version is None:
+        anchor = _find_base_anchor(recipe, run, base, prompts, before)
+    elif version.version != champion.version:
+        anchor = AnchorPolicy(
+            label=f"version {version.version}, which a person chose",
+            evaluated=_evaluate_version(
+                recipe, run, base, prompts, version, f"anchor v{version.version}"
+            ),
+        )
+    return ChampionPolicy(
+        version=champion.version,
+        evaluated=evaluated,
+        anchor=anchor,
+        promoted_reward=champion.promoted_reward,
+    )
+
+
+def _evaluate_version(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    prompts: FlyteFile,
+    version: Champion,
+    label: str,
+) -> EvaluatedPolicy:
+    """Evaluate a registered version."""
     from ebbflow.evaluation.evaluate import evaluate_folder, require_same_image_size
-    from ebbflow.registry.promotion import download_champion_folders, find_champion
+    from ebbflow.registry.download import download_champion_folders
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_evaluation
 
-    champion = find_champion(run.tracking_uri, recipe.promotion.model_name)
-    if champion is None:
-        return ChampionPolicy(version=None, evaluated=before)
-    node = "champion evaluation"
+    # "champion evaluation" and "anchor evaluation", whichever version that is.
+    node = f"{label.split()[0]} evaluation"
     samples = make_node_output(run, node, "samples.parquet")
-    downloaded = make_node_output(run, node, "champion")
+    downloaded = make_node_output(run, node, label.split()[0])
     with open_node_run(run, node) as run_logger:
         # A champion may have been trained from another base model than this run's.
-        champion_base, policy = download_champion_folders(
-            champion, downloaded, fetch_artifact(base.folder)
+        version_base, policy = download_champion_folders(
+            version, downloaded, fetch_artifact(base.folder)
         )
         require_same_image_size(recipe, policy)
         evaluation = evaluate_folder(
-            recipe,
-            champion_base,
-            policy,
-            fetch_artifact(prompts),
-            f"champion v{champion.version}",
-            samples,
+            recipe, version_base, policy, fetch_artifact(prompts), label, samples, run.look
         )
         log_evaluation(run_logger, evaluation, samples)
+    return _wrap_evaluation(policy, evaluation, samples)
+
+
+def _wrap_evaluation(policy: Path, evaluation: Evaluation, samples: Path) -> EvaluatedPolicy:
     trained = TrainedPolicy(folder=FlyteDirectory(str(policy)))
-    evaluated = EvaluatedPolicy(
-        policy=trained, evaluation=evaluation, samples=FlyteFile(str(samples))
-    )
-    return ChampionPolicy(version=champion.version, evaluated=evaluated)
+    return EvaluatedPolicy(policy=trained, evaluation=evaluation, samples=FlyteFile(str(samples)))
+
+
+def _find_base_anchor(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    prompts: FlyteFile,
+    before: EvaluatedPolicy,
+) -> AnchorPolicy:
+    """Evaluate the base model, unless the run starts from it and has done so."""
+    from ebbflow.evaluation.evaluate import evaluate_folder
+    from ebbflow.storage.artifacts import verify_folder
+    from ebbflow.tracking.child_run import open_node_run
+    from ebbflow.tracking.nodes import log_evaluation
+    from ebbflow.training.policy_metadata import write_base_policy
+
+    label = "the base model"
+    if recipe.policy.start is None:
+        return AnchorPolicy(label=label, evaluated=before)
+    node = "anchor evaluation"
+    samples = make_node_output(run, node, "samples.parquet")
+    policy = make_node_output(run, node, "policy")
+    with open_node_run(run, node) as run_logger:
+        base_folder = fetch_artifact(base.folder)
+        write_base_policy(
+            policy,
+            verify_folder(base_folder),
+            recipe.digest,
+            recipe.policy,
+            recipe.model,
+            recipe.evaluation,
+        )
+        evaluation = evaluate_folder(
+            recipe, base_folder, policy, fetch_artifact(prompts), label, samples, run.look
+        )
+        log_evaluation(run_logger, evaluation, samples)
+    return AnchorPolicy(label=label, evaluated=_wrap_evaluation(policy, evaluation, samples))

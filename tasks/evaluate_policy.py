@@ -37,6 +37,7 @@ def evaluate_policy(
             fetch_artifact(prompts),
             label,
             samples,
+            run.look,
         )
         log_evaluation(run_logger, evaluation, samples, policy.global_step)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +14,15 @@ from flytekit import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-import ebbflow
 from ebbflow.data.records import TrackedRun
+from ebbflow.recipe.paths import resolve_local_path
 from ebbflow.storage.disk import create_private_folder, remove_path, remove_stale_partials
 from ebbflow.storage.locks import wait_for_lock
 from tasks.types import GONE
 
 if TYPE_CHECKING:
-    from ebbflow.stage import StageContext
+    from ebbflow.stage import AnchorFiles, StageContext
     from ebbflow.training.checkpoint import Checkpoints
-
-CODE = (
-    Path(ebbflow.__file__).parent,
-    Path(__file__).parent,
-    Path(__file__).parents[1] / "workflows",
-)
-"""The sources that decide what a run does."""
 
 
 def make_scratch_path(name: str) -> Path:
@@ -54,6 +49,17 @@ def make_node_output(run: TrackedRun, node: str, name: str) -> Path:
     return path
 
 
+def mark_node_started(run: TrackedRun, node: str) -> None:
+    """Make the folder of a node whose output lies elsewhere: `ebbflow runs` takes the newest folder
+    for the node that is under way.
+    """
+    if "://" not in run.folder:
+        folder = Path(run.folder) / "nodes" / _folder_name(node)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Also on a retry.
+        os.utime(folder)
+
+
 def fetch_artifact(artifact: FlyteFile | FlyteDirectory) -> Path:
     """Fetch the local copy of an artifact.
 
@@ -74,6 +80,35 @@ def fetch_folder(uri: str) -> Path:
     folder = make_scratch_path("folder")
     FlyteContextManager.current_context().file_access.get_data(uri, str(folder), is_multipart=True)
     return folder
+
+
+def fetch_prompt_file(source: str) -> Path:
+    """Fetch the local copy of a file of ``prompts``, which a recipe names by a path or a URI."""
+    # A relative path may lie beside the recipe or in the package; Flyte knows neither.
+    if "://" in source:
+        return fetch_artifact(FlyteFile(source))
+    return Path(resolve_local_path(source))
+
+
+def fetch_data(source: str) -> Path:
+    """Fetch the local copy of a file of pairs, or of a file or folder of captioned data."""
+    # Folders have no suffix of a table; a local path needs no copy.
+    is_file = source.lower().endswith((".parquet", ".jsonl"))
+    return fetch_prompt_file(source) if is_file or "://" not in source else fetch_folder(source)
+
+
+def fetch_anchor(
+    tables: list[FlyteFile] | None, latents: list[FlyteFile] | None
+) -> AnchorFiles | None:
+    """Fetch the data of a stage's anchor: prompts and advantages, and shards of latents; None for a
+    stage without one.
+    """
+    from ebbflow.stage import AnchorFiles
+
+    if not tables or not latents:
+        return None
+    prompts, advantages = map(fetch_artifact_once, tables)
+    return AnchorFiles(prompts, advantages, [fetch_artifact_once(shard) for shard in latents])
 
 
 def fetch_artifact_once(artifact: FlyteFile | FlyteDirectory) -> Path:
@@ -153,6 +188,23 @@ def open_checkpoints(
         if store.exists(home):
             access.get_data(home, str(folder), is_multipart=True)
     return Checkpoints(ctx, folder, upload_checkpoint)
+
+
+def save_run_file(run: TrackedRun, name: str, content: bytes) -> None:
+    """Save a file in the run's folder, which is a URI."""
+    store = FlyteContextManager.current_context().file_access.get_filesystem_for_path(run.folder)
+    store.pipe_file(f"{run.folder}/{name.replace(' ', '-')}", content)
+
+
+def describe_flyte() -> dict[str, str]:
+    """Describe what this task runs in: Flyte's version and, in a pod, the image and the version
+    under which the task was registered.
+    """
+    variables = {"image": "FLYTE_INTERNAL_IMAGE", "task_version": "FLYTE_INTERNAL_TASK_VERSION"}
+    pod = {key: os.environ.get(variable, "") for key, variable in variables.items()}
+    return {"flyte_version": version("flytekit")} | {
+        key: value for key, value in pod.items() if value
+    }
 
 
 def delete_checkpoints(run: TrackedRun) -> None:

@@ -116,7 +116,8 @@ def find_machine(estimate: Estimate, name: str, deployment: DeploymentConfig) ->
     if stage is None:  # between the stages: evaluations, text encoding
         return _build_machine("accelerated", deployment.accelerated, 1)
     config = estimate.recipe.stages[stage]
-    if config.kind == "offline" and role == "training":
+    grouped = config.kind == "offline" and role == "training"
+    if grouped or (config.kind == "online" and config.placement == "colocated"):
         return _build_machine("training_group", deployment.training_group, estimate.processes)
     if config.kind != "online" or config.placement != "ray":
         return _build_machine("accelerated", deployment.accelerated, 1)
@@ -244,10 +245,14 @@ def _iterate_changes(estimate: Estimate, name: str) -> Iterator[tuple[Estimate, 
 def _iterate_process_counts(estimate: Estimate, stage: int) -> Iterator[tuple[Estimate, str]]:
     """Iterate over the estimate with twice as many training processes, and so on."""
     config = estimate.recipe.stages[stage]
-    processes = config.resources.training.count if config.kind == "online" else estimate.processes
+    processes = estimate.processes
+    on_ray = False
+    if config.kind == "online" and config.placement != "colocated":
+        processes = config.resources.training.count
+        on_ray = True
     processes *= 2
     while processes <= MAX_PROCESSES:
-        if config.kind == "online":
+        if on_ray:
             yield _estimate_changed_recipe(
                 estimate,
                 {
@@ -280,7 +285,7 @@ def _estimate_changed_recipe(
         estimate.sizes,
         estimate.sample,
         estimate.nodes,
-        estimate.hybrid,
+        estimate.sharding,
         estimate.context_parallel,
         estimate.evaluated,
     )

@@ -12,8 +12,6 @@ from dataclasses import replace
 
 from flytekit import Resources
 
-from tasks.elastic import GracefulElastic
-
 # None with flytekit alone. Its modules are private: flyte-migrate has no public way to name a
 # plugin.
 PLUGINS = sys.modules.get("flyte_migrate._plugins")
@@ -31,6 +29,8 @@ def register_elastic_translation() -> None:
     class, and knows one.
     """
     if PLUGINS:
+        from tasks.elastic import GracefulElastic  # imports Flyte's plugin
+
         PLUGINS.register_plugin(
             GracefulElastic.__name__, PLUGINS._transform_pytorch_config_v1_to_v2
         )

@@ -13,7 +13,10 @@ def build_cpu_image(registry: str) -> ImageSpec:
     return ImageSpec(
         name="ebbflow",
         registry=registry,
-        base_image="python:3.11.14-slim-bookworm",
+        base_image=(
+            "python:3.11.14-slim-bookworm"
+            "@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d"
+        ),
         python_exec="/usr/local/bin/python",
         apt_packages=["tesseract-ocr", "wget"],
         requirements="containers/uv.txt",
@@ -30,7 +33,7 @@ def build_cpu_image(registry: str) -> ImageSpec:
         ],
         commands=[
             "cd /root && uv pip install --torch-backend cpu --constraints constraints.txt"
-            " --editable '.[all]'"
+            " --config-settings editable_mode=compat --editable '.[all]'"
         ],
         env={"MLFLOW_DISABLE_TELEMETRY": "true"},
         # Otherwise Flyte copies only the modules that registering loads, and the image gets another

@@ -13,8 +13,8 @@ KINDS = {
     "light": "bookkeeping",
     "downloader": "download of the base model",
     "scorer": "rewards of offline stages",
-    "accelerated": "text encoding, rollouts, online training, evaluations",
-    "training_group": "offline training",
+    "accelerated": "text encoding, rollouts, online stages in one process, evaluations",
+    "training_group": "offline training, online stages with placement: colocated",
     "ray_cluster": "head of online stages with placement: ray",
 }
 
@@ -37,11 +37,14 @@ def plan_run(recipe: Recipe) -> str:
     from tasks.fit import compare_needs
 
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    hybrid = DEPLOYMENT.train_sharding == "hybrid"
     context_parallel = DEPLOYMENT.train_context_parallel
     check_shared_tokens(recipe, context_parallel)
     estimate = estimate_recipe(
-        recipe, DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes, hybrid, context_parallel
+        recipe,
+        DEPLOYMENT.train_processes,
+        DEPLOYMENT.train_nodes,
+        DEPLOYMENT.train_sharding,
+        context_parallel,
     )
     lines, misfits = compare_needs(estimate, DEPLOYMENT)
     # A deployment that differs from the default in the training group alone has no machines of its

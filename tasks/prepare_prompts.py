@@ -10,7 +10,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch_artifact, make_node_output
+from tasks.files import fetch_prompt_file, make_node_output
 from tasks.resources import light_resources
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,8 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
     """Write the prompt table (schema ``PROMPTS``), and log it as the run's dataset."""
     from ebbflow.data.prepare import prepare_prompt_table
     from ebbflow.data.prompts import write_prompts
-    from ebbflow.recipe.paths import resolve_local_path
+    from ebbflow.data.twins import digest_held_out
+    from ebbflow.registry.gate_policy import require_gate_policy
     from ebbflow.tracking.child_run import open_node_run
 
     with open_node_run(run, "prompts") as run_logger:
@@ -29,17 +30,15 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
         held_out_source = recipe.prompts.held_out_source
         files = {}
         for source in filter(None, [*sources, held_out_source]):
-            # A relative path may lie beside the recipe or in the package; Flyte knows neither.
-            is_uri = "://" in source
-            files[source] = (
-                fetch_artifact(FlyteFile(source)) if is_uri else resolve_local_path(source)
-            )
+            files[source] = fetch_prompt_file(source)
         table, report = prepare_prompt_table(
             recipe,
             *(files[source] for source in sources),
             held_out=files[held_out_source] if held_out_source else None,
         )
         logger.info("%s", report)
+        # A file that has changed may hold out other prompts than those that the champion passed.
+        require_gate_policy(recipe, run.tracking_uri, digest_held_out(table))
         run_logger.log_dataset(
             "prompts", table, context="training", source=", ".join(files) or "made up"
         )

@@ -11,8 +11,9 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import CODE, fetch_artifact
+from tasks.files import describe_flyte, fetch_artifact
 from tasks.resources import light_resources
+from tasks.sources import CODE
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
 
 
@@ -27,8 +28,9 @@ def register_policy(
     decision: GateDecision,
 ) -> Registration:
     """Register one version per run, with what the gate decided from; a retry finds that version."""
-    from ebbflow.registry.promotion import register_version
+    from ebbflow.registry.promotion import register_version, require_evaluated_policy
     from ebbflow.storage.artifacts import verify_folder
+    from ebbflow.storage.disk import raise_if_disk_full
     from ebbflow.storage.identity import list_code
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.verification.evidence import GateInputs, write_evidence
@@ -40,6 +42,7 @@ def register_policy(
         "execution_id": execution.name if execution else "local",
         "candidate": candidate.evaluation.label,
         "policy_version": str(candidate.evaluation.policy_version),
+        **describe_flyte(),
     }
     sides = {"candidate": candidate, "champion": champion.evaluated}
     inputs = GateInputs(
@@ -47,16 +50,20 @@ def register_policy(
         decision=decision,
         evaluations={side: evaluated.evaluation for side, evaluated in sides.items()},
         samples={side: fetch_artifact(evaluated.samples) for side, evaluated in sides.items()},
+        anchor=fetch_artifact(champion.anchor.evaluated.samples) if champion.anchor else None,
         prompts=fetch_artifact(prompts),
         code=list_code(*CODE),
     )
     # The evidence is uploaded with the version, so that ``ebbflow verify`` can decide again.
     with open_node_run(run, "registry") as run_logger, tempfile.TemporaryDirectory() as folder:
         evidence = Path(folder) / "evidence"
-        lineage |= write_evidence(evidence, inputs)
+        with raise_if_disk_full(evidence):
+            lineage |= write_evidence(evidence, inputs)
+        policy = fetch_artifact(candidate.policy.folder)
+        require_evaluated_policy(policy, candidate.evaluation)
         registration = register_version(
             run,
-            fetch_artifact(candidate.policy.folder),
+            policy,
             base_folder,
             decision,
             lineage,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from datetime import UTC, datetime
+from pathlib import PurePath
+from typing import NamedTuple
 
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
@@ -19,6 +22,13 @@ GATE = "promotion"
 logger = logging.getLogger(__name__)
 
 
+class ApprovalRequest(NamedTuple):
+    """What a person is asked, and since when."""
+
+    question: str
+    asked_at: datetime
+
+
 class ApprovalError(Exception):
     """There is nobody to ask."""
 
@@ -30,21 +40,27 @@ def request_approval(
     decision: GateDecision,
     registration: Registration,
     report: FlyteFile,
-) -> str:
+) -> ApprovalRequest:
     """Ask the gate node's question. ``report`` is an input so that it is written before a person
     has to decide.
     """
+    from ebbflow.alerts import send_alert
     from ebbflow.tracking.child_run import open_node_run
 
     target = decision.target
+    execution = current_context().execution_id
+    is_remote = execution is not None and execution.name != "local"
+    address = f"{run.folder}/report.html"
+    # The console cuts a long line, and an object store's address is long.
+    place = f"Flyte Deck of write_report, run {PurePath(run.folder).name}" if is_remote else address
     question = (
         f"{registration.model_name} version {registration.version} as champion ({target.metric}"
-        f" {target.champion:.3f} -> {target.candidate:.3f}; {run.folder}/report.html)"
+        f" {target.champion:.3f} -> {target.candidate:.3f}; {place})"
     )
-    execution = current_context().execution_id
     with open_node_run(run, "approval") as run_logger:
-        run_logger.log_params({"question": question, "hours": recipe.promotion.approval})
-        if execution and execution.name != "local":
+        params = {"question": question, "report": address, "hours": recipe.promotion.approval}
+        run_logger.log_params(params)
+        if execution is not None and is_remote:
             where = f"project={execution.project!r}, domain={execution.domain!r}"
             call = f"FlyteRemote.set_input({GATE!r}, {execution.name!r}, True, {where})"
             logger.warning(
@@ -54,6 +70,10 @@ def request_approval(
                 GATE,
                 execution.name,
                 call,
+            )
+            send_alert(
+                f"{question}: approve it within {recipe.promotion.approval:g} hours, at node"
+                f" {GATE} of execution {execution.name} in Flyte's console; report: {address}"
             )
         elif not sys.stdin.isatty():
             # In a local run flytekit prompts on stdin, and would take a line from a pipe for the
@@ -67,4 +87,4 @@ def request_approval(
         else:
             # flytekit's prompt names the node and not what is asked.
             logger.warning("%s: yes or no?", question)
-    return question
+    return ApprovalRequest(question, datetime.now(UTC))

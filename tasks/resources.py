@@ -4,18 +4,19 @@ Flyte's arguments.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from flytekit import PodTemplate, Resources, Secret
 from flytekit.core.resources import pod_spec_from_resources
 from flytekit.extras.accelerators import GPUAccelerator
-from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
-from kubernetes.client import V1Container, V1LocalObjectReference, V1PodSpec, V1Toleration
 
 from ebbflow.compute import GPUS
+from ebbflow.storage.sources import COMMIT, SUBMITTED
 from tasks.deployment import (
     NodesConfig,
     PodConfig,
@@ -25,13 +26,29 @@ from tasks.deployment import (
     format_cores,
     read_deployment,
 )
-from tasks.elastic import GracefulElastic
 from tasks.flyte2 import build_limits, register_elastic_translation
 from tasks.images import build_cpu_image
+from tasks.pod_templates import LazyPodTemplate
+from tasks.sources import describe_submitted_commit, describe_submitted_sources
+
+if TYPE_CHECKING:
+    from flytekitplugins.ray import WorkerNodeConfig
+    from kubernetes.client import V1PodSpec
+
+    from ebbflow.training.distributed import Ranks
 
 # Read once, when the tasks are registered: decorators need it, and a pod gets the same text.
 DEPLOYMENT = read_deployment(os.environ)
+SOURCES = describe_submitted_sources()
+SUBMITTED_COMMIT = describe_submitted_commit()
 register_elastic_translation()
+CODE_FOLDER = "/code"
+"""Where Flyte unpacks uploaded sources: an empty volume, which any user may write, also where the
+image cannot be written. Ray's driver sends it to its workers.
+"""
+CODE_VOLUME = "code"
+DEPLOYMENT_ANNOTATION = "ebbflow/deployment"
+COMMIT_ANNOTATION = "ebbflow/commit"
 
 
 def light_resources() -> dict[str, Any]:
@@ -70,6 +87,8 @@ def training_group_resources() -> dict[str, Any]:
     """Return those of ``train_processes`` processes on each of ``train_nodes`` nodes, under torch's
     elastic launcher.
     """
+    from tasks.elastic import GracefulElastic
+
     processes = DEPLOYMENT.train_processes
     config = GracefulElastic(
         nnodes=DEPLOYMENT.train_nodes,
@@ -88,8 +107,16 @@ def training_group_resources() -> dict[str, Any]:
     return {"task_config": config} | arguments
 
 
+def count_replicas(ranks: Ranks) -> int:
+    """Return how many replicas of the model the ranks of a training group hold."""
+    replicas = {"full": 1, "hybrid": ranks.num_nodes, "replicated": ranks.world}
+    return replicas[DEPLOYMENT.train_sharding]
+
+
 def ray_cluster_resources() -> dict[str, Any]:
     """Return those of the head of a Ray cluster and its workers, of a fixed size: no autoscaler."""
+    from flytekitplugins.ray import HeadNodeConfig, RayJobConfig
+
     cluster = DEPLOYMENT.ray_cluster
     config = RayJobConfig(
         # No cores for Ray, so that no actor is placed on the head.
@@ -109,6 +136,8 @@ def _build_ray_head_template() -> PodTemplate | None:
     # configuration (``default``), before it merges this template into the pod.
     if not DEPLOYMENT.service_account:
         return None
+    from kubernetes.client import V1PodSpec
+
     return PodTemplate(
         pod_spec=V1PodSpec(containers=[], service_account_name=DEPLOYMENT.service_account)
     )
@@ -116,6 +145,9 @@ def _build_ray_head_template() -> PodTemplate | None:
 
 def _build_ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
     """Build a group of workers."""
+    from flytekitplugins.ray import WorkerNodeConfig
+    from kubernetes.client import V1Toleration
+
     # As a pod template: it replaces the head's resources and its image, which workers would get
     # otherwise.
     resources = _build_resources(group)
@@ -144,6 +176,8 @@ def _build_node_selector(pod: NodesConfig) -> dict[str, Any]:
     """Build what selects the nodes of a pod, as Kubernetes' client names it; what is left out is
     None, which no template has.
     """
+    from kubernetes.client import V1Toleration
+
     tolerations = [V1Toleration(**toleration.model_dump()) for toleration in pod.tolerations]
     return {
         "node_selector": pod.node_selector or None,
@@ -161,9 +195,6 @@ def _task_arguments(
         has_operator: an operator makes the task's pods, from a job that Flyte makes.
     """
     resources = _build_resources(pod, processes)
-    secrets = [V1LocalObjectReference(name=name) for name in DEPLOYMENT.image_pull_secrets]
-    # New for every task, because Flyte may write into it: two tasks that share one crash at import.
-    # Without resources, as the task's replace them.
     limit = timedelta(hours=pod.max_hours or 0)
     # The pod's own deadline, which begins on the node. Flyte's timeout counts waiting for a
     # machine, ends the task after twice its time however many retries are left, and ends a dynamic
@@ -172,14 +203,16 @@ def _task_arguments(
     if has_operator:
         # A head or a worker that ended by itself would be started again by its operator.
         pod_deadline = None
-    template = V1PodSpec(
-        containers=[V1Container(name="primary")],
-        active_deadline_seconds=pod_deadline,
-        termination_grace_period_seconds=pod.grace_period,
-        service_account_name=DEPLOYMENT.service_account,
-        image_pull_secrets=secrets or None,
-        priority_class_name=DEPLOYMENT.priority_class,
-        **_build_node_selector(pod),
+    # New for every task, because Flyte may write into it: two tasks that share one crash at import.
+    template = LazyPodTemplate(
+        partial(_build_pod, pod, pod_deadline),
+        labels=DEPLOYMENT.labels or None,
+        # flytekit computes a version from the sources and the pod templates, but Flyte refuses the
+        # same version with other pods, and the environment has both.
+        annotations={
+            DEPLOYMENT_ANNOTATION: _compute_deployment_digest(),
+            COMMIT_ANNOTATION: SUBMITTED_COMMIT,
+        },
     )
     image: Any = pod.image
     if not image and DEPLOYMENT.image_registry:
@@ -190,7 +223,7 @@ def _task_arguments(
         "limits": build_limits(resources),
         "accelerator": GPUAccelerator(pod.accelerator) if pod.accelerator else None,
         "shared_memory": pod.shared_memory,
-        "pod_template": PodTemplate(pod_spec=template, labels=DEPLOYMENT.labels or None),
+        "pod_template": template,
         "interruptible": pod.interruptible,
         "retries": pod.retries,
         "timeout": limit if has_operator else timedelta(0),  # 0 is none
@@ -199,11 +232,54 @@ def _task_arguments(
     }
 
 
+def _build_pod(pod: PodConfig, deadline: int | None) -> V1PodSpec:
+    """Build the pod of a task, without resources, as the task's replace them.
+
+    Args:
+        deadline: seconds that it may run.
+    """
+    from kubernetes.client import (
+        V1Container,
+        V1EmptyDirVolumeSource,
+        V1LocalObjectReference,
+        V1PodSpec,
+        V1Volume,
+        V1VolumeMount,
+    )
+
+    secrets = [V1LocalObjectReference(name=name) for name in DEPLOYMENT.image_pull_secrets]
+    container = V1Container(
+        name="primary",
+        working_dir=CODE_FOLDER,
+        volume_mounts=[V1VolumeMount(name=CODE_VOLUME, mount_path=CODE_FOLDER)],
+    )
+    return V1PodSpec(
+        containers=[container],
+        volumes=[V1Volume(name=CODE_VOLUME, empty_dir=V1EmptyDirVolumeSource())],
+        active_deadline_seconds=deadline,
+        termination_grace_period_seconds=pod.grace_period,
+        service_account_name=DEPLOYMENT.service_account,
+        image_pull_secrets=secrets or None,
+        priority_class_name=DEPLOYMENT.priority_class,
+        **_build_node_selector(pod),
+    )
+
+
+def _compute_deployment_digest() -> str:
+    """Compute a digest of the whole deployment."""
+    return hashlib.sha256(DEPLOYMENT.model_dump_json().encode()).hexdigest()[:12]
+
+
 def _build_environment(gpus: int) -> dict[str, str]:
     """Build the environment of a pod, with the number of its GPUs: its processes refuse to train on
     the CPU instead (``ebbflow.compute``).
     """
-    environment = build_pod_environment(DEPLOYMENT)
+    # Before the image's own sources: an image may set a PYTHONPATH, to which Flyte appends.
+    environment = {"PYTHONPATH": CODE_FOLDER} | build_pod_environment(DEPLOYMENT)
+    environment[SUBMITTED] = SOURCES
+    # Without one, that of the image stays.
+    if SUBMITTED_COMMIT:
+        environment[COMMIT] = SUBMITTED_COMMIT
     return environment | {GPUS: str(gpus)} if gpus else environment
 
 

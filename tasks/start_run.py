@@ -11,13 +11,17 @@ import yaml
 from flytekit import FlyteContextManager, current_context, task
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe import Recipe
+from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe.secrets import redact_secrets
+from ebbflow.recipe.stages import is_trained_in_group
 from ebbflow.resume import handle_interrupt, remember_run_folder
-from ebbflow.run_list import RESOLVED_RECIPE
+from ebbflow.rewards.built_in.model import list_unpinned_models
+from ebbflow.run_list import RESOLVED_RECIPE, record_attempt
 from ebbflow.storage.disk import create_private_folder, write_text
-from tasks.elastic import preload_fork_server
-from tasks.files import CODE
+from ebbflow.storage.formats import RUN_FORMAT, RUN_FORMAT_FILE
+from tasks.executions import ENDPOINT, find_ending
 from tasks.resources import DEPLOYMENT, light_resources
+from tasks.sources import CODE
 
 logger = logging.getLogger(__name__)
 SOURCE = "workflows/post_training.py"
@@ -32,9 +36,19 @@ def start_run(recipe: Recipe) -> TrackedRun:
     that is started again.
     """
     from ebbflow.preflight import check_recipe
+    from ebbflow.registry.gate_policy import require_gate_policy
+    from ebbflow.registry.looks import open_look
+    from ebbflow.registry.signing import require_signing_key
     from ebbflow.tracking import parent_run
-    from ebbflow.tracking.store import resolve_tracking_uri
+    from ebbflow.tracking.store import check_store, resolve_tracking_uri
 
+    unpinned = list_unpinned_models(recipe)
+    if unpinned:
+        raise RecipeError(
+            f"rewards: {unpinned[0]!r} names no version with its digest, so tasks could score with"
+            " different ones; start the recipe with `ebbflow run` or `ebbflow submit`, which add"
+            " them"
+        )
     execution = current_context().execution_id
     # flytekit gives every local run the same id, whose name is "local".
     on_cluster = execution is not None and execution.name != "local"
@@ -49,12 +63,48 @@ def start_run(recipe: Recipe) -> TrackedRun:
         on_cluster,
         DEPLOYMENT.train_context_parallel,
         processes,
+        {"full": processes, "hybrid": DEPLOYMENT.train_processes, "replicated": 1}[
+            DEPLOYMENT.train_sharding
+        ],
     )
+    # A recipe whose policy the gate would have to refuse at the end fails here as well.
+    check_store(resolve_tracking_uri(recipe))
+    require_gate_policy(recipe, resolve_tracking_uri(recipe))
+    require_signing_key(f"a policy of {recipe.promotion.model_name!r}")
     if not on_cluster:
         _prepare_process(recipe)
-    if name:
-        return parent_run.start_run(recipe, name, source=SOURCE)
-    return _start_or_resume(recipe)
+    run = parent_run.start_run(recipe, name, source=SOURCE) if name else _start_or_resume(recipe)
+    _end_dead_runs(recipe)
+    _clean_earlier_runs(recipe)
+    return open_look(run, recipe.promotion.model_name)
+
+
+def _end_dead_runs(recipe: Recipe) -> None:
+    """Set the status of earlier runs that MLflow shows as RUNNING although they are over."""
+    from ebbflow.tracking import parent_run
+
+    # A pod can ask Flyte where the deployment tells it how.
+    ask = find_ending if os.environ.get(ENDPOINT) else None
+    try:
+        parent_run.end_dead_runs(recipe, ask)
+    except Exception as error:
+        # Another run's status is not worth this run.
+        logger.warning("cannot look for runs that are over: %s", redact_secrets(str(error)))
+
+
+def _clean_earlier_runs(recipe: Recipe) -> None:
+    """Delete what the recipe's ``retention`` does not keep."""
+    from ebbflow.retention import clean
+    from ebbflow.tracking.store import resolve_tracking_uri
+
+    try:
+        freed = clean(recipe, resolve_tracking_uri(recipe))
+    except Exception as error:
+        # As above: what earlier runs left is not worth this one.
+        logger.warning("cannot clean earlier runs: %s", redact_secrets(str(error)))
+        return
+    if freed:
+        logger.info("deleted %.1f MB of earlier runs (retention)", freed / 1e6)
 
 
 def _prepare_process(recipe: Recipe) -> None:
@@ -62,8 +112,9 @@ def _prepare_process(recipe: Recipe) -> None:
     temporary folder.
     """
     from ebbflow.tracking.store import find_sqlite_file, resolve_tracking_uri
+    from tasks.elastic import preload_fork_server
 
-    if any(stage.kind == "offline" for stage in recipe.stages):
+    if any(map(is_trained_in_group, recipe.stages)):
         if find_sqlite_file(resolve_tracking_uri(recipe)):
             # This process opens the store next, and so does rank 0: what is imported for it takes
             # seconds of silence.
@@ -98,10 +149,12 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
     fix = f"wait until it ends, or set another 'output' than {recipe.output!r}"
     _RUN_LOCK.enter_context(lock_folder(Path(run.folder), fix))
     remember_run_folder(run.folder)
+    record_attempt(Path(run.folder))
     write_text(
         Path(run.folder) / RESOLVED_RECIPE,
         yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False),
     )
+    write_text(Path(run.folder) / RUN_FORMAT_FILE, f"{RUN_FORMAT}\n")
     if stopped:
         logger.info(
             "resuming the stopped run (MLflow run %s); to start over, delete %s",

@@ -15,14 +15,20 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.branches import first_logged_step
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch_artifact, fetch_folder, make_node_output, open_checkpoints
+from tasks.files import (
+    fetch_anchor,
+    fetch_artifact,
+    fetch_folder,
+    make_node_output,
+    open_checkpoints,
+)
 from tasks.preemption import retry_on_errors
 from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 if TYPE_CHECKING:
     from ebbflow.online.ray_actor import ActorFolders
-    from ebbflow.stage import StageContext
+    from ebbflow.stage import AnchorFiles, StageContext
 
 
 @task(cache=ONCE_PER_RUN, **accelerated_resources())
@@ -34,13 +40,18 @@ def train_online(
     prompts: FlyteFile,
     round: int,
     stage: int,
+    anchor_tables: list[FlyteFile] | None = None,
+    anchor_latents: list[FlyteFile] | None = None,
 ) -> TrainedPolicy:
     """Train the stage; return its policy folder."""
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
     teachers = {copy: fetch_folder(uri) for copy, uri in ctx.teacher_folders.items()}
-    return train_stage(ctx, run, fetch_artifact(base.folder), policy, prompts, teachers)
+    anchor = fetch_anchor(anchor_tables, anchor_latents)
+    return train_stage(
+        ctx, run, fetch_artifact(base.folder), policy, prompts, teachers, anchor=anchor
+    )
 
 
 def train_stage(
@@ -51,6 +62,7 @@ def train_stage(
     prompts: FlyteFile,
     teachers: Mapping[str, Path] | None = None,
     actors: ActorFolders | None = None,
+    anchor: AnchorFiles | None = None,
 ) -> TrainedPolicy:
     """Run the stage and log it as a node. With ``actors``, ``base`` and ``teachers`` are not read:
     actors fetch their own.
@@ -70,7 +82,9 @@ def train_stage(
         recorder = MetricsRecorder(run_logger)
         checkpoints = open_checkpoints(run, ctx)
         start = fetch_artifact(policy.folder)
-        folders = StageFolders(base, start, fetch_artifact(prompts), trained, teachers or {})
+        folders = StageFolders(
+            base, start, fetch_artifact(prompts), trained, teachers or {}, anchor
+        )
         record = train_online_folder(ctx, folders, recorder, actors, checkpoints)
         log_stage(run_logger, record)
     recorder.write_json(metrics)

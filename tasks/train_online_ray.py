@@ -5,7 +5,8 @@ on a Ray cluster.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch_once_per_machine
+from tasks.files import fetch_once_per_machine, save_run_file
 from tasks.preemption import retry_on_errors
 from tasks.resources import ray_cluster_resources
 from tasks.train_online import train_stage
@@ -75,5 +76,24 @@ def train_stage_on_ray(
         partial(fetch_once_per_machine, policy_uri),
         {copy: partial(fetch_once_per_machine, uri) for copy, uri in teachers.items()},
     )
-    with retry_on_errors(RecoverableStageError):
+    with retry_on_errors(RecoverableStageError), keep_cluster_logs(run, ctx):
         return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)
+
+
+@contextmanager
+def keep_cluster_logs(run: TrackedRun, ctx: StageContext) -> Iterator[None]:
+    """Keep the logs of the Ray cluster in the run's folder, however the stage ends: its pods are
+    released at once.
+    """
+    from ebbflow.online.ray_logs import save_cluster_logs
+
+    def save(name: str, packed: bytes) -> None:
+        save_run_file(run, f"logs/{ctx.stage_label}/attempt-{attempt}-{name}", packed)
+
+    attempt = os.environ.get("FLYTE_ATTEMPT_NUMBER", "0")
+    try:
+        yield
+    finally:
+        # A local run's are on this machine, in the session that its log names.
+        if "://" in run.folder:
+            save_cluster_logs(save)

@@ -10,6 +10,7 @@ With flytekit's transformer the type of ``Recipe`` has 424,015 bytes, and the cl
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgpack
@@ -60,6 +61,14 @@ class RecipeTransformer(SchemaFreeTransformer):
         if not _gives_same_recipe(set_keys, python_val):
             return super().to_literal(ctx, python_val, python_type, expected)
         return Literal(scalar=Scalar(binary=Binary(value=msgpack.dumps(set_keys), tag=MESSAGEPACK)))
+
+
+def write_recipe_text(recipe: Recipe) -> str:
+    """Write a recipe as text of one line, as short as it can be."""
+    set_keys = select_set_keys(recipe)
+    if not _gives_same_recipe(set_keys, recipe):
+        set_keys = recipe.model_dump(mode="json")
+    return json.dumps(set_keys)
 
 
 def _gives_same_recipe(set_keys: dict[str, Any], recipe: Recipe) -> bool:

@@ -120,6 +120,15 @@ class SpecialistPolicy(BaseModel):
         return [("branch", self.branch), ("passed", self.decision.promote)]
 
 
+class AnchorPolicy(BaseModel):
+    """What the candidate may not fall far below: the last version that a person approved, or the
+    base model.
+    """
+
+    label: str
+    evaluated: EvaluatedPolicy
+
+
 class ChampionPolicy(BaseModel):
     """What the candidate must beat: a registered version, or the run's own start if there is none
     yet.
@@ -127,3 +136,5 @@ class ChampionPolicy(BaseModel):
 
     version: str | None
     evaluated: EvaluatedPolicy
+    anchor: AnchorPolicy | None = None
+    promoted_reward: float | None = None

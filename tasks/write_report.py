@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import json
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from ebbflow.data.records import GateDecision, Registration, TrackedRun
+from ebbflow.data.records import (
+    Evaluation,
+    GateDecision,
+    Registration,
+    StageRecord,
+    TrackedRun,
+)
 from ebbflow.recipe import Recipe
+from tasks.costs import find_machines, read_prices
 from tasks.files import delete_checkpoints, fetch_artifact, make_node_output
-from tasks.resources import light_resources
+from tasks.resources import DEPLOYMENT, light_resources
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
-
-if TYPE_CHECKING:
-    from ebbflow.report.run_report import ReportInputs
 
 
 class Report(NamedTuple):
@@ -39,8 +46,11 @@ def write_report(
     approval.
     """
     from ebbflow.report import run_report
+    from ebbflow.report.costs import build_ledger
     from ebbflow.report.outcome import describe_outcome, read_example_prompt
+    from ebbflow.report.run_facts import collect_run_facts
     from ebbflow.tracking.child_run import open_node_run
+    from ebbflow.tracking.outage import deliver_saved_records
     from ebbflow.tracking.parent_run import log_results
 
     candidate = next(
@@ -53,14 +63,35 @@ def write_report(
     page = make_node_output(run, "report", "report.html")
     numbers = make_node_output(run, "report", "summary.json")
     with open_node_run(run, "report"):
-        inputs = _collect_inputs(
-            recipe, run, base, history, champion, decision, registration, folders
+        facts = collect_run_facts(run)
+        stages = _fetch_stages(history)
+        inputs = run_report.ReportInputs(
+            recipe=recipe,
+            tracked=run,
+            evaluations=_fetch_evaluations(history, champion),
+            stages=stages,
+            decision=decision,
+            registration=registration,
+            # A base model from the cache cost this run nothing.
+            base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
+            # What an outage of MLflow has kept back is delivered now.
+            outages=deliver_saved_records(run),
+            facts=facts,
+            ledger=build_ledger(
+                facts.nodes,
+                [record.label for record, _ in stages],
+                partial(find_machines, DEPLOYMENT, recipe),
+                read_prices(DEPLOYMENT),
+                _measure_gain(history, candidate),
+            ),
+            **folders,
         )
         run_report.write_report(page, inputs)
         run_report.write_summary(numbers, inputs)
     # A Deck is HTML as it is: the page has escaped the prompts.
     Deck("report", page.read_text())
-    log_results(run, [page, numbers], finish=not inputs.awaits_approval)
+    costs = inputs.ledger.list_metrics() if inputs.ledger else {}
+    log_results(run, [page, numbers], finish=not inputs.awaits_approval, metrics=costs)
     delete_checkpoints(run)
     example = read_example_prompt(fetch_artifact(candidate.samples))
     outcome = describe_outcome(recipe, run, decision, registration, **folders, example=example)
@@ -71,51 +102,37 @@ def write_report(
     )
 
 
-def _collect_inputs(
-    recipe: Recipe,
-    run: TrackedRun,
-    base: BaseModelArtifact,
-    history: list[EvaluatedPolicy],
-    champion: ChampionPolicy,
-    decision: GateDecision,
-    registration: Registration,
-    folders: dict[str, str],
-) -> ReportInputs:
-    """Fetch what the report shows, and deliver what an outage of MLflow has kept back."""
-    import json
+def _measure_gain(history: list[EvaluatedPolicy], candidate: EvaluatedPolicy) -> float | None:
+    """Measure how far the held-out reward rose; None where it is unknown."""
+    rewards = [evaluated.evaluation.held_out.get("reward") for evaluated in (history[0], candidate)]
+    if rewards[0] is None or rewards[1] is None:
+        return None
+    return rewards[1] - rewards[0]
 
-    from ebbflow.report.run_facts import collect_run_facts
-    from ebbflow.report.run_report import ReportInputs
-    from ebbflow.tracking.outage import deliver_saved_records
 
+def _fetch_evaluations(
+    history: list[EvaluatedPolicy], champion: ChampionPolicy
+) -> list[tuple[Evaluation, Path]]:
     # Without a registered champion the candidate was compared with the first of the history.
     evaluations = list(history)
     if champion.version is not None:
         evaluations.append(champion.evaluated)
+    return [(evaluated.evaluation, fetch_artifact(evaluated.samples)) for evaluated in evaluations]
+
+
+def _fetch_stages(
+    history: list[EvaluatedPolicy],
+) -> list[tuple[StageRecord, list[dict[str, float]]]]:
     # By label: two stages that learn from one branch both list its stages.
     finished = {
         stage.record.label: stage
         for evaluated in history
         for stage in evaluated.policy.finished_stages
     }
-    return ReportInputs(
-        recipe=recipe,
-        tracked=run,
-        evaluations=[
-            (evaluated.evaluation, fetch_artifact(evaluated.samples)) for evaluated in evaluations
-        ],
-        stages=[
-            (stage.record, json.loads(fetch_artifact(stage.metrics).read_text()))
-            for stage in finished.values()
-        ],
-        decision=decision,
-        registration=registration,
-        # A base model from the cache cost this run nothing.
-        base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
-        outages=deliver_saved_records(run),
-        facts=collect_run_facts(run),
-        **folders,
-    )
+    return [
+        (stage.record, json.loads(fetch_artifact(stage.metrics).read_text()))
+        for stage in finished.values()
+    ]
 
 
 def _locate_folder(folder: FlyteDirectory) -> str:

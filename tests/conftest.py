@@ -241,12 +241,18 @@ def through_the_gate() -> Callable[..., dict[str, float]]:
         some = slice(0, parity.samples)
         conditioning, keys, (sampler, plan) = (
             conditioning.select_rows(some),
-            keys.select_slice(some),
+            keys.select_samples(some),
             plan_parity_samples(sampler),
         )
         rollouts, _ = engine.generate(conditioning, keys, sampler, plan)
         return measure_parity(
-            policy, rollouts.trajectory, conditioning, keys, sampler, parity.bar, micro_batch
+            policy,
+            rollouts.trajectory,
+            conditioning,
+            keys,
+            sampler,
+            parity,
+            micro_batch=micro_batch,
         )
 
     return measure

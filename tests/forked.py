@@ -20,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -54,6 +56,21 @@ CONTEXT = multiprocessing.get_context("forkserver")
 imports.
 """
 CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+@contextmanager
+def separate_fork_server() -> Iterator[None]:
+    """Give a task that starts a process group here a fork server that ends with it.
+
+    The task's launcher forks this process as the server (tasks/elastic.py). Programs of later tests
+    would be forks of pytest, with its standard streams and with ``workflows`` imported already.
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._stop()
+    try:
+        yield
+    finally:
+        server._stop()
 
 
 class ForkedProgram:
@@ -155,6 +172,10 @@ def _run(
     new_session: bool,
 ) -> None:
     """Become the program."""
+    assert "_pytest.main" not in sys.modules, (
+        "the fork server is a fork of pytest, made by a task that started a process group in"
+        " pytest's process: let that test call the task in separate_fork_server()"
+    )
     if new_session:
         os.setsid()
     # Processes that the program forks keep both the handler and the file.

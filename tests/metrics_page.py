@@ -28,10 +28,10 @@ def fits(pattern: str, name: str) -> bool:
 
 
 def unexplained(names: set[str]) -> list[str]:
-    """Those of the names that no row stands for. ``<stage>/<metric>`` stands for no name that has
-    no row of its own.
+    """Those of the names that no row stands for. ``stage <stage>/<metric>`` stands for no name that
+    has no row of its own.
     """
-    rows = [name for name in explained() if name != "<stage>/<metric>"]
+    rows = [name for name in explained() if name != "stage <stage>/<metric>"]
     return sorted(
         name for name in names if not any(fits(row, name) or fits(name, row) for row in rows)
     )

@@ -1,3 +1,4 @@
+import socket
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,17 @@ def test_check_refuses_with_the_reason(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["check", str(tmp_path / "bad.yaml")])
     assert result.exit_code == 1
     assert "did you mean 'rounds'?" in result.output
+
+
+def test_check_asks_the_store_that_a_recipe_names(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"tracking: {{uri: 'http://127.0.0.1:{port}'}}\n")
+    result = CliRunner().invoke(main, ["check", str(recipe)])
+    assert result.exit_code == 1
+    assert f"the MLflow store http://127.0.0.1:{port} does not answer" in result.output
 
 
 def test_check_names_a_missing_file(tmp_path: Path) -> None:

@@ -288,17 +288,17 @@ def arguments_of_a_task(monkeypatch, module):
 
 
 def test_ranks_before_they_join_their_group(monkeypatch):
-    from tasks import train_offline as module
+    from tasks import train_offline, training_group
 
     seen = stop_at(monkeypatch, distributed, "join_process_group")
-    given = arguments_of_a_task(monkeypatch, module) | {
+    given = arguments_of_a_task(monkeypatch, training_group) | {
         "base": None,
         "policy": SimpleNamespace(global_step=0),
         "rollouts": [],
         "advantages": None,
     }
     with pytest.raises(Reached):
-        module.train_offline.task_function(**given)
+        train_offline.train_offline.task_function(**given)
     assert seen == [SET]
 
 

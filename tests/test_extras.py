@@ -191,7 +191,8 @@ def test_a_command_that_needs_an_extra_names_it(
 ) -> None:
     exit_code, output = results_in_the_core[command]
     assert exit_code == 1
-    assert output.splitlines()[-1] == REFUSALS[command]
+    # `check` names the line of the recipe first.
+    assert output.splitlines()[-1].endswith(REFUSALS[command])
 
 
 def list_imported_modules() -> dict[str, list[str]]:

@@ -101,6 +101,7 @@ WITHOUT_TORCH = [
     "start_policy",
     "compute_advantages",
     "score_rollouts",
+    "score_both_sides",
     "choose_candidate",
     "decide_promotion",
     "request_approval",

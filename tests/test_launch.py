@@ -95,6 +95,16 @@ def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
         launch._prepare_environment(Recipe(output=str(tmp_path / "file" / "runs")))
 
 
+def test_a_run_that_is_started_in_the_root_folder_leaves_nothing_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir("/")
+    name = "ebbflow-test-of-the-root-folder"
+    with pytest.raises(RecipeError, match="as the working directory is /"):
+        launch._prepare_environment(Recipe(output=name))
+    assert not Path("/", name).exists()
+
+
 INTERRUPTED = """
 import os, signal, sys
 from pathlib import Path

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import textwrap
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from benchmarks import plan as benchmark
@@ -25,6 +28,7 @@ from ebbflow.estimate.plan import (
     explain_scaling_limit,
     find_best_plan,
     find_scaling_limit,
+    plan_colocated,
     read_task_times,
     seconds_with_split,
 )
@@ -37,6 +41,7 @@ from ebbflow.online.workers import RewardPool, RolloutPool
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
+from tasks.deployment import DeploymentConfig
 
 SIZES = ModelSizes(
     parameters=10**9,
@@ -258,6 +263,60 @@ def test_an_optimizer_that_cannot_be_divided_trains_in_one_process() -> None:
     )
 
 
+# --- all of them together
+
+
+def test_colocated_gpus_generate_and_then_train_without_a_push() -> None:
+    work, times = work_and_times(prompts_per_step=8, micro_batch=16)
+    scored = TaskTimes(times.rollout, 0.5, times.training, times.between, times.network)
+    assert work.requests == 8
+    plan = plan_colocated(work, scored, "sync", 4)
+    training = times.training * work.training_share(4)
+    assert plan.schedule.step == pytest.approx(2 * times.rollout + 0.5 + training)
+    ahead = plan_colocated(work, scored, "one_step_off", 4)
+    assert plan.schedule.step - ahead.schedule.step == pytest.approx(0.5)
+    # More GPUs than requests wait while the others generate.
+    many = plan_colocated(work, times, "sync", 16)
+    assert many.split.rollout == 8
+    assert many.schedule.step == pytest.approx(
+        times.rollout + times.training * work.training_share(16)
+    )
+
+
+@pytest.mark.parametrize("gpus", [8, 32])
+def test_the_keys_of_a_plan_are_those_of_a_recipe_and_a_deployment(gpus: int) -> None:
+    ctx = stage_of(prompts_per_step=32, micro_batch=16)
+    made = estimate_from_sizes(ctx.recipe, 1, SIZES, SAMPLE)
+    text = describe_plans(made, gpus, 100, None, 50, price=2)
+    pasted = [
+        yaml.safe_load(textwrap.dedent(block))
+        for block in re.findall(r"\n\n((?:    .+\n)+)(?=\n)", text)
+    ]
+    stages = [keys for keys in pasted if "placement" in keys]
+    deployments = [keys for keys in pasted if "train_processes" in keys]
+    assert stages[0] == {"mode": "sync", "placement": "colocated"}
+    for keys in stages:
+        Recipe.model_validate({"stages": [{"kind": "online", **keys}]})
+    (deployment,) = deployments
+    decided = DeploymentConfig(**deployment)
+    assert decided.train_processes * decided.train_nodes == gpus
+    assert decided.train_sharding == "replicated"  # a fifth of the GPU's memory
+
+
+def test_gpu_hours_and_prices_are_of_all_rounds() -> None:
+    ctx = stage_of(prompts_per_step=32, micro_batch=16)
+    hours = {}
+    for rounds in (1, 3):
+        recipe = ctx.recipe.model_copy(update={"rounds": rounds})
+        text = describe_plans(
+            estimate_from_sizes(recipe, 1, SIZES, SAMPLE), 8, 1, None, 50, price=2
+        )
+        row = next(line for line in text.splitlines() if "colocated sync" in line)
+        hours[rounds] = [float(cell.replace(",", "")) for cell in row.split()[-2:]]
+    assert hours[3] == pytest.approx([3 * value for value in hours[1]], rel=0.01)
+    assert hours[1][1] == pytest.approx(2 * hours[1][0], rel=0.01)
+
+
 # --- times of a run
 
 
@@ -313,12 +372,13 @@ def test_the_text_names_split_modes_and_end(tmp_path: Any) -> None:
     ctx = stage_of(prompts_per_step=8, micro_batch=16)
     made = estimate_from_sizes(ctx.recipe, 1, SIZES, SAMPLE)
     text = describe_plans(made, 64, None, timeline(tmp_path), 50)
-    assert "the best split of 64 GPUs in each mode" in text
+    assert "64 GPUs colocated, and the best split of them in each mode" in text
     assert all(f"{mode} scales to " in text for mode in MODES)
     assert "Rewards run on CPUs" in text
     assert "Rewards are not counted" in describe_plans(made, 64, 300, None, 50)
+    assert "colocated sync (0 ahead)" in describe_plans(made, 64, None, None, 50)
     with pytest.raises(PlanError, match="either --tflops or --timeline"):
-        describe_plans(made, 64, None, None, 50)
+        describe_plans(made, 64, 300, timeline(tmp_path), 50)
     offline = Recipe.model_validate({"stages": [{"kind": "offline"}]})
     with pytest.raises(PlanError, match="has no online stage"):
         describe_plans(estimate_from_sizes(offline, 1, SIZES, SAMPLE), 64, 300, None, 50)
@@ -329,9 +389,10 @@ def test_the_command_plans_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     run = partial(CliRunner().invoke, main)
     done = run(["plan", "workflows/recipes/tiny.yaml", "--gpus", "1000", "--tflops", "300"])
     assert done.exit_code == 0, done.output
-    assert "the best split of 1,000 GPUs" in done.output
-    refused = run(["plan", "workflows/recipes/tiny.yaml", "--gpus", "8"])
-    assert (refused.exit_code, "--timeline" in refused.output) == (1, True)
+    assert "1,000 GPUs colocated, and the best split" in done.output
+    known = run(["plan", "workflows/recipes/tiny.yaml", "--gpus", "8", "--gpu", "a100-80gb"])
+    assert known.exit_code == 0, known.output
+    assert "of 80 of a GPU (a100-80gb)" in known.output
 
 
 # --- against what was measured

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.tiny_models import build_tiny
 from ebbflow import preflight
@@ -13,11 +14,11 @@ from ebbflow.data.prompts import Prompt, PromptError
 from ebbflow.models import ModelError
 from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.preflight import check_recipe
-from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rewards.base import NO_TARGET, Reward, RewardError, RewardResult
-from ebbflow.run_notes import describe_passes
+from ebbflow.run_notes import describe_passes, describe_run, describe_shares
 from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -217,7 +218,7 @@ def test_a_held_out_file_is_read_and_a_reward_tried_on_it(tmp_path: Path) -> Non
     )
     prompts = {"held_out_source": str(tmp_path / "judged.jsonl"), "held_out": 5}
     recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts})
-    prepared = preflight._read_prompt_table(recipe, on_cluster=False)
+    prepared = preflight.read_prompt_table(recipe, on_cluster=False)
     assert prepared
     tried = preflight._choose_tried_prompts(recipe, prepared[0])
     assert [prompt.split == "held_out" for prompt in tried] == [False, False, True]
@@ -241,7 +242,7 @@ def test_a_held_out_file_is_read_and_a_reward_tried_on_it(tmp_path: Path) -> Non
     elsewhere = Recipe.model_validate(
         {"output": str(tmp_path), "prompts": prompts | {"held_out_source": "s3://b/geneval.jsonl"}}
     )
-    assert preflight._read_prompt_table(elsewhere, on_cluster=False) is None
+    assert preflight.read_prompt_table(elsewhere, on_cluster=False) is None
 
 
 def test_prompts_are_read_as_the_run_will(tmp_path: Path) -> None:
@@ -522,6 +523,33 @@ def test_default_guardrails_that_read_are_left_out_of_prompts_without_text(tmp_p
     ]
 
 
+def test_a_guardrail_of_few_held_out_prompts_is_refused(tmp_path: Path) -> None:
+    """The gate would refuse every policy of the run at its end."""
+    texts = "".join(f'a sign that says "SIGN {number}"\n' for number in range(4))
+    plain = "".join(f"a drawing of {number} dogs\n" for number in range(16))
+    (tmp_path / "judged.txt").write_text(texts + plain)
+    (tmp_path / "plain.txt").write_text(PLAIN)
+    prompts = {
+        "source": str(tmp_path / "plain.txt"),
+        "held_out_source": str(tmp_path / "judged.txt"),
+        "validation": 4,
+        "held_out": 20,
+    }
+    recipe = on_plain_prompts(tmp_path, prompts=prompts, guardrails=["similarity"])
+    with pytest.raises(
+        PromptError, match="similarity can score 4 of 20 held-out prompts, and the gate compares 16"
+    ):
+        check_recipe(recipe, SERVER, on_cluster=False)
+
+
+@pytest.mark.parametrize(("family", "expected"), [("ltx2", 1), ("ltx_video", 0)])
+def test_a_family_whose_pipeline_generates_otherwise_says_so(family: str, expected: int) -> None:
+    recipe = Recipe.model_validate({"model": {"family": family, "path": "/models/ltx"}})
+    notes = [note for note in describe_run(recipe, None) if "without their sound" in note]
+    assert len(notes) == expected
+    assert all(note.startswith("model.family = ltx2: pictures are trained") for note in notes)
+
+
 @pytest.mark.parametrize("guardrails", [[], ["jpeg_compressibility"]])
 def test_a_recipe_without_guardrails_is_told_so(tmp_path: Path, guardrails: list[str]) -> None:
     notes = check_recipe(
@@ -607,8 +635,26 @@ def test_how_often_a_prompt_comes_back_is_said(tmp_path: Path) -> None:
             [
                 (
                     "stages.0.micro_batch = 48: rollouts of a step in passes of unequal size (2 of"
-                    " 48, 1 of 32 samples); it does not divide the 64 samples of an update; 32"
+                    " 48, 1 of 32 samples); 48 does not divide the 64 samples of an update; 32"
                     " divides every batch of the stage"
+                )
+            ],
+        ),
+        (
+            {"group_size": 24, "micro_batch": 9, "updates_per_step": 1},
+            [
+                (
+                    "stages.0.micro_batch = 9: passes have 8 samples, as groups of 24 are split"
+                    " evenly; 8 divides every batch of the stage"
+                )
+            ],
+        ),
+        (
+            {"group_size": 7, "micro_batch": 3, "prompts_per_step": 6, "updates_per_step": 4},
+            [
+                (
+                    "stages.0.micro_batch = 3: rollouts of a step in passes of unequal size (6 of"
+                    " 3, 12 of 2 samples); 1 divides every batch of the stage"
                 )
             ],
         ),
@@ -616,7 +662,7 @@ def test_how_often_a_prompt_comes_back_is_said(tmp_path: Path) -> None:
             {"kind": "offline", "batch_size": 100},
             [
                 (
-                    "stages.0.micro_batch = 64: it does not divide the 100 samples of an optimiser"
+                    "stages.0.micro_batch = 64: 64 does not divide the 100 samples of an optimiser"
                     " step; 4 divides every batch of the stage"
                 )
             ],
@@ -630,3 +676,114 @@ def test_passes_of_unequal_size_are_said(
         {"output": str(tmp_path), "stages": [{"kind": "online"} | stage]}
     )
     assert describe_passes(recipe) == says
+
+
+class Brightness(Reward):
+    """A reward that reads no prompt."""
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardResult:
+        return RewardResult(images.mean((1, 2, 3)))
+
+
+class Loudness(Reward):
+    """A reward that reads prompts."""
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardResult:
+        return RewardResult(images.mean((1, 2, 3)) + [len(prompt.prompt) for prompt in prompts])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "warns"),
+    [
+        (["jpeg_compressibility", f"{__name__}:Brightness"], True),
+        (["jpeg_compressibility", f"{__name__}:Loudness"], False),
+        ([f"{__name__}:Brightness", "clipscore"], False),
+    ],
+)
+def test_rewards_that_read_no_prompt_are_warned_of(
+    tmp_path: Path, rewards: list[str], warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The network of CLIPScore is not on this machine.
+    monkeypatch.setattr(preflight, "_check_rewards", lambda recipe: None)
+    (tmp_path / "words.txt").write_text("".join(f"{'a' * n} cats\n" for n in range(1, 40)))
+    prompts = {"source": str(tmp_path / "words.txt"), **SMALL}
+    recipe = on_plain_prompts(tmp_path, prompts=prompts, rewards=rewards)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_recipe(recipe, SERVER, on_cluster=False)
+    texts = [str(warning.message) for warning in caught]
+    says = [text for text in texts if "no score depends on the prompt" in text]
+    expected = "rewards: no score depends on the prompt (jpeg_compressibility, Brightness)"
+    assert len(says) == warns
+    assert all(text.startswith(expected) for text in says)
+
+
+def test_gpus_that_this_machine_has_not_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    resources = {"training": {"gpus": 1}, "rollout": {"count": 2, "gpus": 1}}
+    stage = {"kind": "online", "placement": "ray", "resources": resources}
+    recipe = Recipe.model_validate({"output": str(tmp_path), "stages": [{"kind": "online"}, stage]})
+    notes = check_recipe(recipe, SERVER, on_cluster=False)
+    assert [note for note in notes if "GPU" in note] == [
+        "stages.1.resources ask for 3 GPUs, and this machine has 1: here the stage would not start"
+    ]
+
+
+def test_a_run_that_is_started_from_the_root_leaves_nothing_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir("/")
+    with pytest.raises(RecipeError, match=r"output = 'runs' would be /runs, as the working direct"):
+        check_recipe(Recipe(), SERVER, on_cluster=False)
+
+
+def test_idle_processes_of_a_colocated_stage_are_said() -> None:
+    stage = {"kind": "online", "placement": "colocated", "group_size": 16, "micro_batch": 32}
+    recipe = Recipe.model_validate({"stages": [stage | {"prompts_per_step": 12}]})
+    assert describe_shares(recipe, 3) == []
+    assert describe_shares(recipe, 8) == [
+        "stages.0: a step has 6 requests of 2 prompts for 8 processes, so 2 of them wait while the"
+        " others generate; raise prompts_per_step or lower micro_batch"
+    ]
+
+
+def test_all_errors_of_a_recipe_come_at_once_each_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    text = f"""
+name: wrong
+output: {tmp_path}/file/runs
+prompts:
+  source: {tmp_path}/none.txt
+stages:
+  - kind: online
+  - kind: offline
+    pairs: {tmp_path}/none.parquet
+policy:
+  start: {{path: {tmp_path}/none}}
+rewards:
+  - "no_such_module:score"
+"""
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as raised:
+        check_recipe(load_recipe(path), SERVER, on_cluster=False)
+    lines = str(raised.value).splitlines()
+    assert [line.removeprefix(f"{path}:").split(" = ")[0] for line in lines] == [
+        "3: output",
+        "5: prompts.source",
+        "9: stages.1.pairs",
+        "13: no_such_module:score cannot be imported (No module named 'no_such_module'); install"
+        " its package, put it beside the recipe or in the working directory, or put its folder on"
+        " PYTHONPATH",
+        "11: policy.start.path",
+    ]
+
+
+def test_a_single_error_keeps_its_type_and_gets_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    (tmp_path / "few.txt").write_text("a cat\n")
+    path.write_text(f"name: wrong\noutput: {tmp_path}\nprompts:\n  source: few.txt\n")
+    with pytest.raises(PromptError, match=rf"^{path}:3: "):
+        check_recipe(load_recipe(path), SERVER, on_cluster=False)

@@ -65,7 +65,7 @@ def test_it_has_the_files_that_are_no_modules(wheel: Path) -> None:
         path
         for folder in ("ebbflow", "workflows")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".html", ".yaml")
+        if path.suffix in (".html", ".yaml", ".safetensors")
     ] + list(ROOT.glob("ebbflow/rewards/templates/*.txt"))
     assert {path.relative_to(ROOT).as_posix() for path in data} <= names
     prompts = {

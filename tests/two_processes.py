@@ -1,5 +1,4 @@
-"""A function run by two processes that train together, this one and a forked one
-(tests/forked.py)."""
+"""A function run by processes that train together, this one and forked ones (tests/forked.py)."""
 
 from __future__ import annotations
 
@@ -23,13 +22,18 @@ def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: st
     ``work`` is a function of a module, which joins with ``process_group()``; ``environment`` is for
     both processes.
     """
+    as_ranks(2, work, *arguments, **environment)
+
+
+def as_ranks(world: int, work: Callable[..., object], *arguments: Any, **environment: str) -> None:
+    """As ``as_two_ranks``, for so many processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     group = {
         "RANK": "0",
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
@@ -39,7 +43,7 @@ def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: st
         patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
         given = (work, arguments, dict(os.environ))
         other = torch.multiprocessing.start_processes(
-            _second, given, nprocs=1, join=False, start_method="forkserver"
+            _run_further_rank, given, nprocs=world - 1, join=False, start_method="forkserver"
         )
         try:
             work(*arguments)
@@ -52,10 +56,10 @@ def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: st
             pass
 
 
-def _second(
-    _: int, work: Callable[..., object], arguments: tuple[Any, ...], environment: dict[str, str]
+def _run_further_rank(
+    index: int, work: Callable[..., object], arguments: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment)
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1"
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(index + 1)
     work(*arguments)

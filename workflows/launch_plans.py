@@ -1,40 +1,96 @@
-"""Launch plans: start the pipeline on a schedule or by hand. With the default recipe, both ask a
-person before promoting.
+"""Launch plans: retrain on the schedules of the deployment, or start the pipeline by hand. All ask
+a person before promoting, unless told otherwise.
 
-``EBBFLOW_RECIPE`` names that recipe when you register; default: recipes/glyph.yaml.
+A schedule is an entry of the deployment's ``schedules``. Without any, ``EBBFLOW_RECIPE`` names the
+recipe of the schedule ``nightly`` when you register; it is also the default recipe of ``manual``,
+which otherwise is recipes/glyph.yaml.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from pathlib import Path
 
-from flytekit import CronSchedule, Email, LaunchPlan, Slack
+from flytekit import (
+    ConcurrencyLimitBehavior,
+    ConcurrencyPolicy,
+    CronSchedule,
+    Email,
+    LaunchPlan,
+    Slack,
+)
 from flytekit.core.notification import Notification
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.models.security import Identity, SecurityContext
 
-from ebbflow.recipe import Recipe, load_recipe
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.paths import SHIPPED
 from tasks.resources import DEPLOYMENT
-from workflows.post_training import post_train
+from tasks.schedules import NotificationsConfig, ScheduleConfig
+from tasks.transformers import write_recipe_text
+from workflows.post_training import post_train_by_name
+from workflows.retraining import retrain
 
+logger = logging.getLogger(__name__)
+RECIPE = "EBBFLOW_RECIPE"
+DEFAULT_NAME = "glyph"
 APPROVAL_HOURS = 72.0
-"""For a recipe without ``promotion.approval``: enough for a weekend."""
+"""Default of ``manual``: enough for a weekend."""
 
 
-def _read_recipe_with_approval() -> Recipe:
-    """Read the recipe, always with approval by a person: nobody watches a run at night."""
-    default = Path(__file__).parent / "recipes" / "glyph.yaml"
-    recipe = load_recipe(os.environ.get("EBBFLOW_RECIPE") or default)
+def _list_schedules() -> list[ScheduleConfig]:
+    """List the deployment's schedules, or else the one of ``EBBFLOW_RECIPE``."""
+    if DEPLOYMENT.schedules:
+        return DEPLOYMENT.schedules
+    file = os.environ.get(RECIPE)
+    if file:
+        return [ScheduleConfig(name="nightly", recipe=file)]
+    # A schedule of the default recipe would fail every night: its output is on the disk of a pod.
+    logger.warning(
+        "no schedule is registered: list schedules in the deployment file, or set %s=my.yaml, a"
+        " recipe whose output is a URI",
+        RECIPE,
+    )
+    return []
+
+
+def _read_scheduled_recipe(schedule: ScheduleConfig) -> Recipe:
+    """Read the recipe of a schedule, always with approval by a person: nobody watches it.
+
+    Raises:
+        RecipeError: it names what no pod has, so that every run would fail.
+    """
+    recipe = load_recipe(schedule.recipe)
+    sources = [*recipe.prompts.source_files, recipe.prompts.held_out_source]
+    named = {
+        "output": [recipe.output],
+        "prompts": [source for source in sources if source],
+        "pairs or data": [file for stage in recipe.stages for file in stage.source_files],
+    }
+    for key, values in named.items():
+        for value in values:
+            if "://" not in value and not value.startswith(SHIPPED):
+                raise RecipeError(
+                    f"schedule {schedule.name}: {key} = {value!r} of {schedule.recipe} is on the"
+                    " disk of this machine, so every run would fail; give a URI such as"
+                    " s3://bucket/name"
+                )
     promotion = recipe.promotion.model_copy(
-        update={"approval": recipe.promotion.approval or APPROVAL_HOURS}
+        update={"approval": recipe.promotion.approval or schedule.approval}
     )
     return recipe.model_copy(update={"promotion": promotion})
 
 
-def _build_notifications() -> list[Notification]:
-    """Build the notifications of those who hear of the end of a run, by the deployment."""
-    config = DEPLOYMENT.notifications
+def _name_default_recipe() -> str:
+    """Name the recipe of ``manual`` as the console shows it: the text of the user's own, whose file
+    no pod has.
+    """
+    file = os.environ.get(RECIPE)
+    return write_recipe_text(load_recipe(file)) if file else DEFAULT_NAME
+
+
+def _build_notifications(config: NotificationsConfig) -> list[Notification]:
+    """Build the notifications of those who hear of the end of a run."""
     phases = [getattr(WorkflowExecutionPhase, phase) for phase in config.phases]
     kinds = ((Email, config.email), (Slack, config.slack))
     return [
@@ -50,23 +106,30 @@ def _build_security_context() -> SecurityContext | None:
     return SecurityContext(run_as=Identity(k8s_service_account=account)) if account else None
 
 
-# Names are given: without one ``get_or_create`` drops the options silently. A schedule fails
-# silently where an input has no value, so the recipe is fixed.
-nightly = LaunchPlan.get_or_create(
-    name="workflows.launch_plans.nightly",
-    workflow=post_train,
-    fixed_inputs={"recipe": _read_recipe_with_approval()},
-    schedule=CronSchedule(schedule="0 2 * * *"),  # UTC
-    notifications=_build_notifications(),
-    security_context=_build_security_context(),
-)
-"""Every night, once the launch plan is activated."""
+def _build_scheduled_plan(schedule: ScheduleConfig) -> LaunchPlan:
+    """Build the launch plan of a schedule, which runs once it is activated."""
+    # The name is given: without one ``get_or_create`` drops the options silently. A schedule fails
+    # silently where an input has no value, so the recipe is fixed.
+    return LaunchPlan.get_or_create(
+        name=f"workflows.launch_plans.{schedule.name}",
+        workflow=retrain,
+        fixed_inputs={"recipe": _read_scheduled_recipe(schedule)},
+        schedule=CronSchedule(schedule=schedule.cron, kickoff_time_input_arg="kickoff_time"),
+        notifications=_build_notifications(schedule.notifications or DEPLOYMENT.notifications),
+        security_context=_build_security_context(),
+        # Two nights at once would compare with the same champion, and one of them in vain.
+        concurrency=ConcurrencyPolicy(1, ConcurrencyLimitBehavior.SKIP),
+    )
+
+
+scheduled = {schedule.name: _build_scheduled_plan(schedule) for schedule in _list_schedules()}
+"""By the name of the schedule."""
 
 manual = LaunchPlan.get_or_create(
     name="workflows.launch_plans.manual",
-    workflow=post_train,
-    default_inputs={"recipe": _read_recipe_with_approval()},
-    notifications=_build_notifications(),
+    workflow=post_train_by_name,
+    default_inputs={"recipe": _name_default_recipe(), "approval_hours": APPROVAL_HOURS},
+    notifications=_build_notifications(DEPLOYMENT.notifications),
     security_context=_build_security_context(),
 )
-"""On demand. Another recipe may be given; it is used as it is."""
+"""On demand, with any recipe, by its name, its URI or its text."""

@@ -23,20 +23,26 @@ from tasks.compute_advantages import compute_advantages
 from tasks.copy_base_model import copy_base_model
 from tasks.decide_promotion import decide_promotion
 from tasks.distill_branches import distill_branches
+from tasks.distill_branches_colocated import distill_branches_colocated
 from tasks.distill_branches_ray import distill_branches_ray
 from tasks.download_base_model import download_base_model
+from tasks.encode_data import encode_data
+from tasks.end_failed_run import end_failed_run
 from tasks.evaluate_branch import evaluate_branch
 from tasks.evaluate_champion import evaluate_champion
 from tasks.evaluate_policy import evaluate_policy
 from tasks.generate_rollouts import generate_rollouts
+from tasks.import_data import import_data
 from tasks.import_pairs import import_pairs
 from tasks.import_policy import import_policy
 from tasks.plan_run import plan_run
 from tasks.prepare_prompts import prepare_prompts
 from tasks.promote_policy import promote_policy
+from tasks.read_recipe import read_recipe
 from tasks.register_policy import register_policy
 from tasks.request_approval import GATE, request_approval
 from tasks.resources import light_resources
+from tasks.score_both_sides import score_both_sides
 from tasks.score_rollouts import score_rollouts
 from tasks.select_prompts import select_prompts
 from tasks.start_policy import start_policy
@@ -45,6 +51,7 @@ from tasks.train_base_model import train_base_model
 from tasks.train_custom import train_custom
 from tasks.train_offline import train_offline
 from tasks.train_online import train_online
+from tasks.train_online_colocated import train_online_colocated
 from tasks.train_online_ray import train_online_ray
 from tasks.types import (
     BaseModelArtifact,
@@ -53,6 +60,7 @@ from tasks.types import (
     SpecialistPolicy,
     TrainedPolicy,
 )
+from tasks.watch_approval import GATE_MARGIN, watch_approval
 from tasks.write_report import write_report
 
 logger = logging.getLogger(__name__)
@@ -77,7 +85,7 @@ class Conclusion(NamedTuple):
     registration: Registration
 
 
-@workflow
+@workflow(on_failure=end_failed_run)
 def post_train(recipe: Recipe) -> PostTraining:
     """Post-train a model by a recipe, from prompts to promotion."""
     run = start_run(recipe=recipe)
@@ -92,18 +100,37 @@ def post_train(recipe: Recipe) -> PostTraining:
         recipe=recipe, run=run, base=base, prompts=prompts, history=[before], round=0
     )
     candidate = choose_candidate(run=run, history=history)
-    decision = decide_promotion(recipe=recipe, run=run, candidate=candidate, champion=champion)
+    sides = score_both_sides(
+        recipe=recipe, run=run, prompts=prompts, candidate=candidate, champion=champion
+    )
+    decision = decide_promotion(
+        recipe=recipe, run=run, candidate=sides.candidate, champion=sides.champion
+    )
     report, summary, registration = conclude(
         recipe=recipe,
         run=run,
         base=base,
         prompts=prompts,
         history=history,
-        candidate=candidate,
-        champion=champion,
+        candidate=sides.candidate,
+        champion=sides.champion,
         decision=decision,
     )
     return PostTraining(report, summary, candidate, decision, registration, run)
+
+
+@workflow
+def post_train_by_name(recipe: str, approval_hours: float = 0.0) -> PostTraining:
+    """Post-train a model by a recipe that is named, from prompts to promotion.
+
+    Args:
+        recipe: The name of a recipe that comes with Ebbflow, such as glyph; or the URI of a YAML
+            file, such as s3://bucket/mine.yaml; or the text of a recipe.
+        approval_hours: Hours that a person has to approve a promotion, where the recipe does not
+            set promotion.approval. 0 asks nobody.
+    """
+    resolved = read_recipe(recipe=recipe, approval_hours=approval_hours)
+    return post_train(recipe=resolved)
 
 
 @workflow
@@ -217,7 +244,9 @@ def train_branch(
                 specialists=[],
             )
             history = [*history, evaluate(policy=policy, label=recipe.stage_label(round, stage))]
-    return choose_specialist(**shared, round=round, branch=branch, history=history)
+    return choose_specialist(
+        **shared, prompts=branch_prompts, round=round, branch=branch, history=history
+    )
 
 
 @dynamic(**light_resources())
@@ -235,8 +264,7 @@ def conclude(
     one, a person approve.
 
     A person decides by the report, so it is written before the gate node and again after it. A no
-    is a decision: the version stays challenger and the run ends well. If nobody answers in time,
-    the node fails and with it the execution; challenger and report exist by then.
+    is a decision: the version stays challenger and the run ends well, and so is no answer in time.
     """
     inputs: dict[str, Any] = {"recipe": recipe, "run": run, "decision": decision}
     write = partial(write_report, **inputs, base=base, history=history, champion=champion)
@@ -246,19 +274,21 @@ def conclude(
     if not decision.promote:
         report, summary = write(registration=registration)
         return Conclusion(report, summary, registration)
-    promote = partial(promote_policy, run=run, champion=champion, registration=registration)
+    promote = partial(promote_policy, **inputs, champion=champion, registration=registration)
     if not recipe.promotion.approval:
         promoted = promote()
     else:
         report, _ = write(registration=registration)
-        question = request_approval(**inputs, registration=registration, report=report)
+        question, asked_at = request_approval(**inputs, registration=registration, report=report)
         # A gate that waits for a value, because a rejected ``approve`` fails the execution: nothing
         # could say so in the report and in MLflow any more.
-        timeout = timedelta(hours=recipe.promotion.approval)
+        timeout = timedelta(hours=recipe.promotion.approval) + GATE_MARGIN
         answer = wait_for_input(GATE, timeout, bool)
         # Such a gate has no inputs, and would open before there is a report to decide by.
         question >> answer
-        promoted = promote(question=question, answer=answer)
+        # Beside the gate: it reminds people, and answers in their place when their time is up.
+        outcome = watch_approval(recipe=recipe, run=run, question=question, asked_at=asked_at)
+        promoted = promote(question=outcome, answer=answer)
     report, summary = write(registration=promoted)
     return Conclusion(report, summary, promoted)
 
@@ -282,7 +312,11 @@ def train_distillation_stage(recipe: Recipe, stage: int, **inputs: Any) -> Train
     """Train an online stage whose teachers are policies of branches."""
     config = recipe.stages[stage]
     assert config.kind == "online"
-    train = distill_branches_ray if config.placement == "ray" else distill_branches
+    train = {
+        "in_process": distill_branches,
+        "colocated": distill_branches_colocated,
+        "ray": distill_branches_ray,
+    }[config.placement]
     return train(recipe=recipe, stage=stage, **inputs)
 
 
@@ -295,13 +329,31 @@ def train_online_stage(
     round: int,
     stage: int,
 ) -> TrainedPolicy:
-    """Generate, score and update step by step: one task, in one process or on a Ray cluster."""
+    """Generate, score and update step by step: one task, in one process, a group of equal processes
+    or a Ray cluster.
+    """
     config = recipe.stages[stage]
     assert config.kind == "online"
-    train = train_online_ray if config.placement == "ray" else train_online
-    return train(
-        recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, round=round, stage=stage
-    )
+    train = {
+        "in_process": train_online,
+        "colocated": train_online_colocated,
+        "ray": train_online_ray,
+    }[config.placement]
+    stage_inputs: dict[str, Any] = {"recipe": recipe, "run": run, "round": round, "stage": stage}
+    anchor = encode_anchor(**stage_inputs, base=base, prompts=prompts)
+    return train(**stage_inputs, base=base, policy=policy, prompts=prompts, **anchor)
+
+
+def encode_anchor(recipe: Recipe, stage: int, **inputs: Any) -> dict[str, Any]:
+    """Encode the data of a stage's anchor; return the inputs of its training, none for a stage
+    without one.
+    """
+    if not recipe.stages[stage].anchor:
+        return {}
+    tables = import_data(recipe=recipe, stage=stage, **inputs)
+    del inputs["prompts"]
+    latents = encode_data(recipe=recipe, stage=stage, **inputs, encoding=tables.encoding)
+    return {"anchor_tables": [tables.prompts, tables.advantages], "anchor_latents": latents}
 
 
 def train_offline_stage(
@@ -319,23 +371,22 @@ def train_offline_stage(
     config = recipe.stages[stage]
     assert config.kind == "offline"
     stage_inputs: dict[str, Any] = {"recipe": recipe, "run": run, "round": round, "stage": stage}
+    anchor = encode_anchor(**stage_inputs, base=base, prompts=prompts)
     if config.pairs:
         prompts, rollouts, advantages = import_pairs(**stage_inputs, base=base, prompts=prompts)
-        return train_offline(
-            **stage_inputs,
-            base=base,
-            policy=policy,
-            prompts=prompts,
-            rollouts=rollouts,
-            advantages=advantages,
+    elif config.data:
+        prompts, advantages, encoding = import_data(**stage_inputs, base=base, prompts=prompts)
+        rollouts = encode_data(**stage_inputs, base=base, encoding=encoding)
+    else:
+        # Generated and scored on other machines, shard by shard; advantages need all shards.
+        roll_out = partial(
+            generate_rollouts, **stage_inputs, base=base, policy=policy, prompts=prompts
         )
-    # Generated and scored on other machines, shard by shard; advantages need all shards.
-    roll_out = partial(generate_rollouts, **stage_inputs, base=base, policy=policy, prompts=prompts)
-    rollouts = map_over_values(roll_out, shard=list(range(config.shards)))
-    scores = map_over_values(
-        partial(score_rollouts, **stage_inputs, prompts=prompts), rollouts=rollouts
-    )
-    advantages = compute_advantages(**stage_inputs, scores=scores)
+        rollouts = map_over_values(roll_out, shard=list(range(config.shards)))
+        scores = map_over_values(
+            partial(score_rollouts, **stage_inputs, prompts=prompts), rollouts=rollouts
+        )
+        advantages = compute_advantages(**stage_inputs, scores=scores)
     return train_offline(
         **stage_inputs,
         base=base,
@@ -343,4 +394,5 @@ def train_offline_stage(
         prompts=prompts,
         rollouts=rollouts,
         advantages=advantages,
+        **anchor,
     )

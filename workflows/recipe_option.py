@@ -1,21 +1,26 @@
 """The recipe that ``pyflyte run --recipe`` is given, read as ``ebbflow check`` reads it: a key
-given twice is an error.
+given twice is an error. With ``--remote``, an upload that would lack code that the recipe needs is
+one, too.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import click
+from flytekit.constants import CopyFileDetection
 from flytekit.interaction.click_types import JsonParamType
 from flytekit.models.interface import Variable
 
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.recipe.recipe import SHIPPED, parse_recipe
+from ebbflow.recipe.recipe_file import SHIPPED, parse_recipe
+from ebbflow.storage.identity import IMPORT_PATH, find_package_roots
+from tasks.cache import CLONE
+from tasks.sources import is_uploaded, list_ignored_sources
 
 EXAMPLE = f"{SHIPPED}/glyph.yaml"
 HELP = (
@@ -24,6 +29,7 @@ HELP = (
 )
 COMMAND = "flytekit.clis.sdk_in_container.run"
 """The module of ``pyflyte run``."""
+MAX_SHOWN_FILES = 3
 
 _flytekits_own = JsonParamType._parse
 
@@ -79,4 +85,59 @@ def _require_value(
     # Flytekit passes ``default=None``, which click takes for a value.
     if value is None:
         raise click.MissingParameter(f"Name a recipe, such as --recipe {EXAMPLE}", ctx, param)
+    if ctx.obj.is_remote:
+        _check_upload(ctx, value)
     return convert(ctx, param, value)
+
+
+def _check_upload(ctx: click.Context, recipe: Recipe) -> None:
+    """Refuse a submission whose pods would not have the sources of this clone.
+
+    Raises:
+        click.UsageError: only some of Ebbflow's modules would be uploaded, not the user's own, or
+            not all files of a package.
+    """
+    if ctx.obj.copy != CopyFileDetection.ALL and not ctx.obj.copy_all:
+        raise click.UsageError(
+            "--remote uploads only the modules that this command happens to import; add --copy all,"
+            " which uploads every file that neither git nor .dockerignore ignores",
+            ctx,
+        )
+    ignored = list_ignored_sources()
+    if ignored:
+        raise click.UsageError(
+            f"{', '.join(ignored[:MAX_SHOWN_FILES])}: {len(ignored)} sources that this clone runs"
+            " with are not uploaded, as git, .dockerignore or .flyteignore ignores them, and every"
+            " pod would refuse to run without them: let the file that ignores them pass them"
+            " (`git check-ignore -v FILE` names git's), or move them out of the package",
+            ctx,
+        )
+    for name in sorted(_list_packages(recipe.model_dump(mode="json"))):
+        for root in find_package_roots(name):
+            path = root.resolve()
+            if path.is_relative_to(sys.prefix):
+                continue  # an installed package, which is the image's
+            if not path.is_relative_to(CLONE):
+                raise click.UsageError(
+                    f"the recipe names {name}, which is in {path} and not uploaded: move it beside"
+                    f" the package ebbflow, into {CLONE}, or install it in the image and here",
+                    ctx,
+                )
+            if path.parent != CLONE or not is_uploaded(path.name):
+                raise click.UsageError(
+                    f"the recipe names {name}, which is in {path} and would not be found in a pod:"
+                    f" it belongs beside the package ebbflow, and .dockerignore needs the line"
+                    f" !{path.name}",
+                    ctx,
+                )
+
+
+def _list_packages(value: Any) -> set[str]:
+    """List the packages of all ``package.module:name`` in a recipe, without Ebbflow's."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return {name for item in value for name in _list_packages(item)}
+    if isinstance(value, str) and IMPORT_PATH.fullmatch(value):
+        return {value.partition(":")[0].partition(".")[0]} - {"ebbflow"}
+    return set()

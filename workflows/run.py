@@ -26,3 +26,15 @@ def run(recipe: Recipe) -> None:
     from workflows.post_training import post_train
 
     post_train(recipe=recipe)
+
+
+def turn(recipe: Recipe) -> None:
+    """Execute ``turn_flywheel`` on this machine.
+
+    Raises:
+        Exception: as ``run``.
+    """
+    logging.getLogger("flytekit").setLevel(logging.CRITICAL)
+    from workflows.flywheel import turn_flywheel
+
+    turn_flywheel(recipe=recipe)

@@ -350,7 +350,16 @@ def _normalise_rewards(
     # the division by 1e-4 would turn into advantages.
     varied = (batch.count > 0) & (moments.std > NO_SPREAD)
     centred = np.where(varied[group], reward - baseline[group], 0.0)
-    return centred / _compute_divisor(config, reward, moments)[group], varied
+    if config.std == "group":
+        divisor = moments.std + EPSILON
+    elif config.std == "global":
+        # Of the batch's raw rewards, not of their deviations: hard and easy prompts widen it.
+        spread = reward.std(ddof=1) if len(reward) > 1 else 0.0
+        divisor = np.full_like(moments.mean, spread + EPSILON)
+    else:
+        # Dr. GRPO (2503.20783) divides by nothing: a std makes groups that hardly vary weigh more.
+        divisor = np.ones_like(moments.mean)
+    return centred / divisor[group], varied
 
 
 def _compute_moments(reward: np.ndarray, group: np.ndarray, groups: int) -> Moments:
@@ -359,18 +368,6 @@ def _compute_moments(reward: np.ndarray, group: np.ndarray, groups: int) -> Mome
     count = np.bincount(group, minlength=groups)
     mean = np.bincount(group, reward, groups) / np.maximum(count, 1)
     return Moments(count, mean, np.bincount(group, (reward - mean[group]) ** 2, groups))
-
-
-def _compute_divisor(config: AdvantagesConfig, reward: np.ndarray, moments: Moments) -> np.ndarray:
-    """Compute std + 1e-4 of each group, or 1, [G]."""
-    if config.std == "group":
-        return moments.std + EPSILON
-    if config.std == "global":
-        # Of the batch's raw rewards, not of their deviations: hard and easy prompts widen it.
-        spread = reward.std(ddof=1) if len(reward) > 1 else 0.0
-        return np.full_like(moments.mean, spread + EPSILON)
-    # Dr. GRPO (2503.20783) divides by nothing: a std makes groups that hardly vary weigh more.
-    return np.ones_like(moments.mean)
 
 
 def _compute_trimmed_mean(

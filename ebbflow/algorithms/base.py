@@ -53,8 +53,9 @@ class TrajectoryRows:
     Attributes:
         transition: the step under the policy being trained, with gradient.
         log_prob: [M] of the recorded next latents, with gradient.
-        old_mean: [M, ...], mu under the policy that the ratio is against.
-        old_log_prob: [M], under the same.
+        old_mean: [M, ...], mu under the policy that the ratio is against; None unless the class of
+            the hyper-parameters has ``compares_means``, as rollouts keep it only then.
+        old_log_prob: [M], under the same policy.
         copies: the step under each policy copy that the algorithm asked for.
         advantage: [M].
         advantage_clip: ``advantages.clip``; every advantage lies within plus and minus this.
@@ -62,7 +63,7 @@ class TrajectoryRows:
 
     transition: Transition
     log_prob: Tensor
-    old_mean: Tensor
+    old_mean: Tensor | None
     old_log_prob: Tensor
     copies: Mapping[CopyName, Transition]
     advantage: Tensor
@@ -284,10 +285,18 @@ def expand_like(values: Tensor, like: Tensor) -> Tensor:
     return values.view((-1,) + (1,) * (like.ndim - 1))
 
 
-def compute_gaussian_kl(step: Transition, mean: Tensor) -> Tensor:
+def compute_gaussian_kl(step: Transition, mean: Tensor | None) -> Tensor:
     """Compute the KL between the step and one with the same std and another mean, per latent
     element: mean((mu - mean)^2) / (2 b^2), [M].
+
+    Raises:
+        ValueError: ``mean`` is None, as rollouts did not record it.
     """
+    if mean is None:
+        raise ValueError(
+            "the loss compares old_mean, which rollouts did not record; add compares_means:"
+            " ClassVar = True to the class of the algorithm's hyper-parameters"
+        )
     # The true std b, dt included, for every sampler. Public code often divides by 2 s^2 here, which
     # is |dt| times as much (``ebbflow.algorithms.reference`` has it by name).
     return mean_per_row((step.mean - mean) ** 2) / (2 * step.std**2)
@@ -296,6 +305,15 @@ def compute_gaussian_kl(step: Transition, mean: Tensor) -> Tensor:
 def compute_flow_matching_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
     """Compute mean((v - u)^2) with the target u = eps - x0, [M]."""
     return mean_per_row((velocity - (rows.noise - rows.clean)) ** 2)
+
+
+def compute_missing_reward(reward: Tensor, target: float | None) -> tuple[Tensor, Tensor]:
+    """Compute the loss max(0, t - r) of rewards, [M], and 1 where it has a gradient, [M]; -r
+    without a target t.
+    """
+    if target is None:
+        return -reward, reward.new_ones(reward.shape)
+    return (target - reward).clamp_min(0), (reward < target).float()
 
 
 def compute_group_mean(values: Tensor, group_index: Tensor) -> Tensor:

@@ -14,8 +14,16 @@ BASE = "yifan123/flow_grpo config/base.py"
 
 
 class ImitationConfig(ForwardConfig):
-    """Flow matching on generated samples."""
+    """Flow matching on generated samples, or on captioned data."""
 
+    imitates: ClassVar = True
+    # On data, as diffusers' training scripts: one draw for each picture and pass, from the 1,000
+    # noise levels of the family's own schedule. Pictures come back in every epoch, while the 39
+    # draws above are all that a generated sample gets.
+    data_defaults: ClassVar = {
+        "algorithm": {"noise_levels": 1, "sigma": {"kind": "schedule"}},
+        "sampler": {"name": "ode", "steps": 1000},
+    }
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde", "steps": 40}, "updates_per_step": 1}
     published: ClassVar = {
         "algorithm.noise_levels": PublishedSetting(39, SCRIPT, "int(.99 * 40), all in one update"),

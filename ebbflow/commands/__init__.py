@@ -10,7 +10,10 @@ Why
 
 How
     - ``recipes``: check, keys, list, defaults. ``costs``: estimate, plan. ``runs``: run, runs,
-      replay, ui. ``policies``: export, draw, verify, rollback. ``servers``: serve-reward, label.
+      compare, replay, ui. ``cluster``: submit, reconcile. ``policies``: evaluate, export, draw,
+      verify, rollback. ``gate_policy``: gate-policy. ``signing``: make-key, sign, adopt.
+      ``certify``: certify, check-certificate.
+      ``servers``: serve-reward, label. ``projects``: init.
     - ``options``: options that several commands have. ``errors``: errors that are expensive to
       import.
 

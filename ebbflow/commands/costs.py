@@ -9,6 +9,7 @@ import click
 
 from ebbflow.commands.errors import import_model_error
 from ebbflow.commands.options import PROCESSES
+from ebbflow.estimate.gpus import GPU_TYPES
 from ebbflow.recipe import RecipeError, load_recipe
 
 
@@ -54,7 +55,7 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
         # Sizes come from the model's configuration, measured once and cached; no weights are read.
         sizes, sample, evaluated = measure_sizes(resolved, measure_cached)
         result = estimate_from_sizes(
-            resolved, processes, sizes, sample, 1, False, context_parallel, evaluated
+            resolved, processes, sizes, sample, 1, "full", context_parallel, evaluated
         )
         click.echo(describe_estimate(result, tflops))
     except (RecipeError, SizeError) as error:
@@ -71,7 +72,17 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
     type=click.IntRange(min=2),
     help="To divide between training, rollouts and rewards.",
 )
+@click.option(
+    "--gpu",
+    default="h100",
+    show_default=True,
+    type=click.Choice(list(GPU_TYPES)),
+    help="Their type: memory, and 40 % of the data sheet's TFLOP/s where nothing else is given.",
+)
 @click.option("--tflops", type=click.FloatRange(0, min_open=True), help="As of `ebbflow estimate`.")
+@click.option(
+    "--price", type=click.FloatRange(0, min_open=True), help="Of an hour of a GPU; gives prices."
+)
 @click.option(
     "--timeline",
     type=click.Path(exists=True, path_type=Path),
@@ -85,10 +96,16 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
     help="10^9 bytes in a second between nodes of 8 GPUs.",
 )
 def plan(
-    recipe: Path, gpus: int, tflops: float | None, timeline: Path | None, network: float
+    recipe: Path,
+    gpus: int,
+    gpu: str,
+    tflops: float | None,
+    price: float | None,
+    timeline: Path | None,
+    network: float,
 ) -> None:
-    """Plan the online stages of RECIPE for a number of GPUs: the best split in each mode, and where
-    it stops scaling.
+    """Plan the online stages of RECIPE for a number of GPUs: all of them colocated, the best split
+    in each mode, the keys of the fastest, and where more GPUs stop helping.
     """
     from ebbflow.data.model_sizes import SizeError  # imports numpy
     from ebbflow.estimate.measured import measure_cached
@@ -102,7 +119,7 @@ def plan(
         sizes, sample, _ = measure_sizes(resolved, measure_cached)
         # For one process: the plan itself divides the work between processes.
         result = estimate_from_sizes(resolved, 1, sizes, sample)
-        click.echo(describe_plans(result, gpus, tflops, timeline, network))
+        click.echo(describe_plans(result, gpus, tflops, timeline, network, gpu, price))
     except (RecipeError, SizeError, PlanError) as error:
         sys.exit(str(error))
     except import_model_error() as error:

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options and messages that several commands have."""
 
 from __future__ import annotations
 
@@ -32,3 +32,5 @@ STORE = click.option(
     type=click.Path(path_type=Path),
     help="The recipe whose MLflow store it is; left out, MLFLOW_TRACKING_URI or runs/mlflow.db.",
 )
+LOADING = "loading torch, diffusers and MLflow, which takes seconds"
+"""What a command logs before it imports them."""

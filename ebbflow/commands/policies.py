@@ -1,14 +1,20 @@
-"""``ebbflow export``, ``draw``, ``verify`` and ``rollback``: policies after a run."""
+"""``ebbflow evaluate``, ``export``, ``draw``, ``verify`` and ``rollback``: policies after a run."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import STORE
+from ebbflow.commands.options import LOADING, STORE
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.families import find_family
+
+logger = logging.getLogger(__name__)
+NOTHING_TO_VERIFY = 3
+"""The exit status of ``verify`` where nothing failed and nothing could be verified; click has 2."""
 
 
 @click.command()
@@ -39,6 +45,7 @@ def export(
 
     The last line of the output is the line of Python that loads it.
     """
+    logger.info(LOADING)
     from ebbflow.models import ModelError  # imports torch
     from ebbflow.storage.artifacts import ArtifactError
     from ebbflow.training.export import export_pipeline, how_to_load_pipeline
@@ -48,8 +55,75 @@ def export(
         metadata = export_pipeline(base, policy, target, overwrite, allow_code)
     except (ArtifactError, ModelError, PolicyError) as error:
         sys.exit(str(error))
-    click.echo(f"{target} has the {metadata.model.family} model. To load it in Python:")
-    click.echo(how_to_load_pipeline(target, metadata.model.family))
+    name = metadata.model.family
+    family = find_family(name)
+    if family and family.caveat:
+        click.echo(f"{name}: {family.caveat}", err=True)
+    if metadata.model.guidance_2 is not None:
+        click.echo(
+            f"{name} was trained with guidance_scale={metadata.model.guidance:g},"
+            f" guidance_scale_2={metadata.model.guidance_2:g}: give both to the pipeline",
+            err=True,
+        )
+    click.echo(f"{target} has the {name} model. To load it in Python:")
+    click.echo(how_to_load_pipeline(target, name))
+
+
+@click.command()
+@click.argument("policy")
+@click.option(
+    "--against",
+    default="base",
+    show_default=True,
+    help="The other policy, named as POLICY; 'base' is the base model of POLICY.",
+)
+@click.option(
+    "--recipe",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Whose held-out prompts, rewards, guardrails and rules decide.",
+)
+@click.option(
+    "--output",
+    default="evaluations",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder; samples that it has of an earlier evaluation are not generated again.",
+)
+@click.option(
+    "--base",
+    type=click.Path(exists=True, path_type=Path),
+    help="Folder of the base model, where it is not found.",
+)
+def evaluate(policy: str, against: str, recipe: Path, output: Path, base: Path | None) -> None:
+    """Evaluate POLICY and compare it with another by the rules of the gate, on the held-out prompts
+    of a recipe (docs/promotion.md).
+
+    POLICY is a policy folder, a registered model (MODEL, MODEL@ALIAS, MODEL/3), or 'base'. Nothing
+    is registered and nothing of the error budget is spent. Writes a page with the pictures of both
+    side by side, and prints the table and the reasons.
+    """
+    logger.info(LOADING)
+    from ebbflow.comparison import policy_page  # imports torch
+    from ebbflow.comparison.policies import compare_policies
+    from ebbflow.data.prompts import PromptError
+    from ebbflow.evaluation.evaluate import EvaluationError
+    from ebbflow.launch import pin_rewards
+    from ebbflow.registry.drawing import ERRORS
+    from ebbflow.rewards.base import RewardError
+    from ebbflow.tracking.store import resolve_tracking_uri
+
+    try:
+        resolved = pin_rewards(load_recipe(recipe))
+        folder = output / resolved.name
+        comparison = compare_policies(
+            resolved, resolve_tracking_uri(resolved), policy, against, folder, base
+        )
+        page = policy_page.write_policy_page(comparison)
+    except (RecipeError, EvaluationError, PromptError, RewardError, *ERRORS) as error:
+        sys.exit(str(error))
+    click.echo(policy_page.format_comparison(comparison))
+    click.echo(f"\n{policy_page.describe_verdict(comparison)}\npage    {page}")
 
 
 @click.command()
@@ -61,6 +135,7 @@ def export(
 )
 def rollback(recipe: Path, to: int | None) -> None:
     """Restore the previous champion of the model that RECIPE promotes."""
+    logger.info("opening the registry of MLflow")
     from ebbflow.registry import promotion  # imports MLflow
     from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 
@@ -99,11 +174,14 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
     """Verify a registered version: its digests, and the gate's decision, made again from the stored
     scores.
 
-    MODEL alone means its champion; MODEL/3 is version 3. Exits with status 1 if a check failed.
+    MODEL alone means its champion; MODEL/3 is version 3. Exits with status 1 if a check failed, and
+    with status 3 if nothing failed and there was nothing to decide it by: the version was
+    registered without its policy's digest or the gate's record.
     """
+    logger.info("opening the registry of MLflow")
     from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
     from ebbflow.training.policy_metadata import list_named_code
-    from ebbflow.verification.checks import verify_version
+    from ebbflow.verification.checks import ESSENTIAL, verify_version
 
     try:
         user_recipe = load_recipe(recipe) if recipe else Recipe()
@@ -118,6 +196,14 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
     failed = [check.name for check in checks if check.status == "FAILED"]
     if failed:
         sys.exit(f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}")
+    missing = [
+        check.name
+        for check in checks
+        if check.name in ESSENTIAL and check.status not in ("ok", "adopted")
+    ]
+    if missing:
+        click.echo(f"nothing to verify it by: {', '.join(missing)} not stored", err=True)
+        sys.exit(NOTHING_TO_VERIFY)
 
 
 @click.command()
@@ -172,6 +258,7 @@ def draw(
 
     MODEL is a registered model, which means its champion, MODEL@ALIAS, MODEL/3, or a policy folder.
     """
+    logger.info(LOADING)
     from ebbflow.registry import drawing  # imports torch
     from ebbflow.tracking.store import resolve_tracking_uri
 

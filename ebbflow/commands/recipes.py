@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import typing
 from collections.abc import Iterator
@@ -17,11 +19,13 @@ from ebbflow.commands.errors import import_model_error
 from ebbflow.commands.options import PROCESSES
 from ebbflow.formatting import first_doc_paragraph
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.base import group_keys, read_field_docs
 from ebbflow.recipe.choices import WINDOWS
 from ebbflow.recipe.defaults import write_defaults_page, write_defaults_table
+from ebbflow.recipe.key_docs import group_keys, read_field_docs
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS, configure_reward
 from ebbflow.recipe.samplers import SAMPLERS
+
+logger = logging.getLogger(__name__)
 
 
 @click.command()
@@ -31,25 +35,92 @@ def check(recipe: Path, processes: int) -> None:
     """Check RECIPE, a YAML file, and what it names, as a run does before it starts; print it with
     all defaults, and how often it samples each prompt.
     """
+    from ebbflow.data.captioned import DataError
     from ebbflow.data.pairs import PairError  # imports pyarrow
     from ebbflow.data.prompts import PromptError
+    from ebbflow.launch import pin_rewards
     from ebbflow.preflight import check_recipe
     from ebbflow.rewards.base import RewardError
 
+    problems = []
     try:
-        resolved = load_recipe(recipe)
+        resolved = pin_rewards(load_recipe(recipe))
+        uri = resolved.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        problems += _list_store_problems(resolved, uri)
         notes = check_recipe(
-            resolved, resolved.tracking.uri or "", on_cluster=False, processes=processes
+            resolved,
+            uri,
+            on_cluster=False,
+            processes=processes,
         )
-    except (RecipeError, PromptError, PairError, RewardError) as error:
-        sys.exit(str(error))
+        # A store that does not answer has been reported.
+        if not problems:
+            notes += _describe_registered_model(resolved, uri)
+    except (RecipeError, PromptError, PairError, DataError, RewardError) as error:
+        problems.append(str(error))
     except import_model_error() as error:
-        sys.exit(str(error))
+        problems.append(str(error))
+    if problems:
+        sys.exit("\n".join(problems))
     click.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
     # Comments of YAML, so that the output is a recipe that can be saved and run.
     for note in notes:
         click.echo(f"# {note}")
     click.echo(f"# digest {resolved.digest}")
+
+
+def _list_store_problems(recipe: Recipe, uri: str) -> list[str]:
+    """List why the MLflow store that the recipe or the environment names cannot be used: one
+    sentence, or none.
+    """
+    # The run makes a SQLite file where there is none, and a check writes nothing.
+    if not uri or uri.startswith("sqlite:"):
+        return []
+    logger.info("asking the MLflow store")
+    from ebbflow.tracking.store import (  # imports MLflow
+        TrackingError,
+        check_store,
+        resolve_tracking_uri,
+    )
+
+    try:
+        check_store(resolve_tracking_uri(recipe))
+    except TrackingError as error:
+        return [str(error)]
+    return []
+
+
+def _describe_registered_model(recipe: Recipe, uri: str) -> list[str]:
+    """Say where the gate of the model that a recipe promotes would refuse whatever it trains, or
+    compare with a champion that was trained on held-out prompts, a line each.
+
+    Raises:
+        RecipeError: the store cannot be read.
+    """
+    # Without a store there is no champion, a check makes none, and MLflow takes seconds to import.
+    store = uri or f"sqlite:///{Path(recipe.output).absolute() / 'mlflow.db'}"
+    if store.startswith("sqlite:///") and not Path(store.removeprefix("sqlite:///")).is_file():
+        return []
+    from ebbflow.data.prompts import Prompt
+    from ebbflow.data.twins import digest_held_out
+    from ebbflow.preflight import read_prompt_table
+    from ebbflow.registry.gate_policy import describe_laxer_rules
+    from ebbflow.registry.trained_prompts import describe_trained_prompts
+    from ebbflow.tracking.store import TrackingError
+
+    prepared = read_prompt_table(recipe, on_cluster=False)
+    if prepared is None:
+        return []
+    table = prepared[0]
+    held_out = [Prompt(**row) for row in table.to_pylist() if row["split"] == "held_out"]
+    try:
+        notes = [
+            describe_laxer_rules(recipe, store, digest_held_out(table)),
+            describe_trained_prompts(store, recipe.promotion.model_name, held_out),
+        ]
+    except TrackingError as error:
+        raise RecipeError(str(error)) from None
+    return [note for note in notes if note]
 
 
 @click.command()

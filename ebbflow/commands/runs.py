@@ -1,14 +1,17 @@
-"""``ebbflow run``, ``runs``, ``replay`` and ``ui``: start a run, and look at runs."""
+"""``ebbflow run``, ``runs``, ``compare``, ``replay`` and ``ui``: start a run, and look at runs."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import PROCESSES, STORE
+from ebbflow.commands.options import LOADING, PROCESSES, STORE
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+
+logger = logging.getLogger(__name__)
 
 
 @click.command()
@@ -39,6 +42,35 @@ def runs(folder: Path) -> None:
             " 'output'"
         )
     click.echo(describe_runs(listed))
+
+
+@click.command()
+@click.argument("first", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("second", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The page; default: RUN-and-RUN.html.",
+)
+def compare(first: Path, second: Path, output: Path | None) -> None:
+    """Compare two runs, each the folder of a local run: what their recipes change, the curves of
+    their stages, held-out scores and pictures, on one HTML page.
+
+    To compare their policies by the rules of the gate on the same noise, use `ebbflow evaluate`.
+    """
+    logger.info("drawing the curves and pictures of both runs")
+    from ebbflow.comparison.run_page import write_run_page  # imports matplotlib
+    from ebbflow.comparison.runs import RunFolderError, find_recipe_differences, read_run_folder
+
+    try:
+        runs = [read_run_folder(path.resolve()) for path in (first, second)]
+        page = output or Path(f"{runs[0].name}-and-{runs[1].name}.html")
+        write_run_page(page, *runs)
+    except (RunFolderError, OSError) as error:
+        sys.exit(str(error))
+    for key, *values in find_recipe_differences(*runs):
+        click.echo(f"{key}: {' -> '.join(values)}")
+    click.echo(f"page    {page}")
 
 
 @click.command()
@@ -81,6 +113,7 @@ def replay(
     RUN is the folder of a local run or the id of its MLflow run. The policy is trained again up to
     the step.
     """
+    logger.info(LOADING)
     from ebbflow.models import ModelError  # imports torch
     from ebbflow.replay.output import PAGE
     from ebbflow.replay.tracked_step import replay_step
@@ -120,6 +153,7 @@ def replay(
 def ui(recipe: Path | None, port: int, browser: bool) -> None:
     """Serve MLflow's UI on 127.0.0.1, and print the addresses of runs, reward curves and
     registry."""
+    logger.info("starting MLflow, which takes seconds")
     from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
     from ebbflow.tracking.ui import serve_ui
 

@@ -8,8 +8,28 @@ from pathlib import Path
 import click
 import yaml
 
-from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.recipe.yaml_text import describe_yaml_error
+
+MAX_PAIRS = 200
+
+
+def parse_reward(text: str) -> RewardConfig:
+    """Parse a reward as a recipe names it: its name, or JSON with its keys.
+
+    Raises:
+        RecipeError: it is none.
+    """
+    try:
+        # As part of a recipe, so that its rules and its errors are those of a recipe.
+        (config,) = Recipe.model_validate(
+            {"rewards": [yaml.safe_load(text)], "guardrails": []}
+        ).rewards
+    # The text may be broken JSON; YAML reads JSON and names the column.
+    except yaml.YAMLError as error:
+        raise RecipeError(describe_yaml_error(error, "NAME_OR_JSON")) from None
+    return config
 
 
 @click.command("serve-reward")
@@ -36,14 +56,7 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
     from ebbflow.rewards.server import run_reward_server
 
     try:
-        # As part of a recipe, so that its rules and its errors are those of a recipe.
-        (config,) = Recipe.model_validate(
-            {"rewards": [yaml.safe_load(reward)], "guardrails": []}
-        ).rewards
-        run_reward_server(config, host, port, read_token(token_variable))
-    # The argument may be broken JSON; YAML reads JSON and names the column.
-    except yaml.YAMLError as error:
-        sys.exit(describe_yaml_error(error, "NAME_OR_JSON"))
+        run_reward_server(parse_reward(reward), host, port, read_token(token_variable))
     except (RecipeError, RewardError, NoAnswer) as error:
         sys.exit(str(error))
 
@@ -61,10 +74,8 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
 )
 @click.option(
     "--max-pairs",
-    default=200,
-    show_default=True,
     type=click.IntRange(min=1),
-    help="Of more, so many are drawn.",
+    help=f"Of more, so many are drawn. [default: {MAX_PAIRS}, of a recipe's queue all]",
 )
 @click.option(
     "--error-rate",
@@ -83,6 +94,25 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
     type=click.IntRange(min=0),
     help="Of the order and the sides.",
 )
+@click.option(
+    "--stand-in",
+    metavar="NAME_OR_JSON",
+    help="Let a reward answer instead of people, such as ocr, and serve no page.",
+)
+@click.option(
+    "--stand-in-errors",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of the pairs in which the stand-in prefers the worse picture.",
+)
+@click.option(
+    "--stand-in-raters",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Number of stand-ins that answer.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535))
 def label(
@@ -90,10 +120,13 @@ def label(
     sources: tuple[Path, ...],
     stage: str | None,
     prompts: Path | None,
-    max_pairs: int,
+    max_pairs: int | None,
     error_rate: float,
     all_pairs: bool,
     seed: int,
+    stand_in: str | None,
+    stand_in_errors: float,
+    stand_in_raters: int,
     host: str,
     port: int,
 ) -> None:
@@ -101,22 +134,38 @@ def label(
     (docs/label.md).
 
     SOURCES: the folder of a run; or the samples.parquet of champion and candidate; or rollouts with
-    --prompts.
+    --prompts; or a queue of pairs, or the recipe that has one (docs/flywheel.md).
     """
     from ebbflow.data.prompts import PromptError
+    from ebbflow.labeling.results import write_results
     from ebbflow.labeling.server import run_label_server
     from ebbflow.labeling.session import Settings, open_session
     from ebbflow.labeling.sources import LabelError, load_label_task
+    from ebbflow.labeling.stand_in import answer_as_stand_in
+    from ebbflow.rewards.base import RewardError
+    from ebbflow.rewards.combine import load_reward
     from ebbflow.storage.disk import DiskFullError
     from ebbflow.storage.locks import FolderInUseError
     from ebbflow.storage.tables import TableError
 
     try:
         # Sources are read before the page is served: a mistake in them ends the command at once.
+        if len(sources) == 1 and sources[0].suffix in (".yaml", ".yml"):
+            queue, num_pairs = _open_queue_of_recipe(sources[0])
+            sources = (queue,)
+            max_pairs = max_pairs or num_pairs
+        max_pairs = max_pairs or MAX_PAIRS
         task = load_label_task(sources, stage, prompts, max_pairs, seed)
         with open_session(
             task, folder, Settings(seed, max_pairs, error_rate), all_pairs
         ) as session:
+            if stand_in:
+                answers = answer_as_stand_in(
+                    session, load_reward(parse_reward(stand_in)), stand_in_raters, stand_in_errors
+                )
+                write_results(session)
+                click.echo(f"{answers} answers of {stand_in_raters} stand-in(s) in {folder}")
+                return
             click.echo(
                 f"{len(task.pairs)} pairs; the results go to {folder} when you stop this with"
                 " Ctrl-C. For raters:"
@@ -124,5 +173,27 @@ def label(
             # Blocks until Ctrl-C. The folder stays locked meanwhile, so that no other server writes
             # answers.
             run_label_server(session, host, port, click.echo)
-    except (LabelError, TableError, PromptError, FolderInUseError, DiskFullError) as error:
+    except (
+        LabelError,
+        TableError,
+        PromptError,
+        FolderInUseError,
+        DiskFullError,
+        RecipeError,
+        RewardError,
+    ) as error:
+        sys.exit(str(error))
+
+
+def _open_queue_of_recipe(path: Path) -> tuple[Path, int]:
+    """Return the queue of a recipe, and how many pairs it may have."""
+    from ebbflow.registry.drawing import ERRORS  # imports torch and MLflow
+    from ebbflow.reward_training.folder import require_reward_model_config
+    from ebbflow.reward_training.queue import open_queue
+
+    recipe = load_recipe(path)
+    num_pairs = require_reward_model_config(recipe).queue
+    try:
+        return open_queue(recipe), num_pairs
+    except ERRORS as error:
         sys.exit(str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ MAX_JSON_BYTES = 2**24
 """Of a file that is one JSON value, which takes some ten times as much memory. Published prompt
 sets have up to 1 MB.
 """
+MAX_LINE_BYTES = 2**20
+"""Of a line. A prompt has some kilobytes at most, with all questions about it."""
+MAX_ROWS = 10_000_000
+"""Of a file: the prompts of a run are in memory."""
 
 
 def check_file(path: Path, suffixes: Collection[str], key: str, error: type[ValueError]) -> None:
@@ -33,15 +38,28 @@ def check_file(path: Path, suffixes: Collection[str], key: str, error: type[Valu
         raise error(f"{path}: no such file; check {key}")
 
 
-def read_lines(path: Path, error: type[ValueError]) -> Iterator[tuple[str, str]]:
+def read_lines(
+    path: Path, error: type[ValueError], max_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[str, str]]:
     """Location and text of every line. Only newlines end a line: prompts may hold the other
     separators of Unicode.
+
+    Args:
+        max_bytes: of a line; a longer one is an error before it is in memory.
     """
     try:
         # Bytes, since text files of Python also end a line at a lone carriage return.
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            read_line = partial(file.readline, max_bytes + 1)
+            for number, line in enumerate(iter(read_line, b""), start=1):
                 location = f"{path}, line {number}"
+                if len(line) > max_bytes:
+                    raise error(
+                        f"{location}: has more than {max_bytes:,} bytes and begins with"
+                        f" {shorten_value(line[:100])}; end each row with a newline"
+                    )
+                if number > MAX_ROWS:
+                    raise error(f"{path}: more than {MAX_ROWS:,} lines; split the file")
                 if number == 1:
                     # Windows programs begin UTF-8 files with it; it would be part of the first
                     # prompt, or of the first column's name.
@@ -69,7 +87,7 @@ def read_json_list(path: Path, error: type[ValueError]) -> list[Any]:
             f"{path}: its {size} bytes are more than the {MAX_JSON_BYTES} of a JSON list; convert"
             " it to .jsonl"
         )
-    text = "".join(line for _, line in read_lines(path, error))
+    text = "".join(line for _, line in read_lines(path, error, MAX_JSON_BYTES))
     # The hooks make Python's parser strict: it would keep the last of two equal keys, and read NaN.
     # RecursionError is that of lists nested a thousand deep.
     try:

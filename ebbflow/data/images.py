@@ -20,9 +20,13 @@ from ebbflow.storage.disk import PathError, resolve_inside
 
 FRAMES_PER_SECOND = 16
 """How fast a stored video is played; nothing else depends on it."""
-VIDEO_COMPRESSION = 1
-"""zlib's fastest level: a sixth more bytes than the usual one for a sixth of its seconds, and a
-video has many frames.
+COMPRESSION = 1
+"""zlib's fastest level: a tenth more bytes than the usual one for two thirds of its seconds or
+less, and each sample is encoded once and read once or twice.
+"""
+CONDITION_COMPRESSION = 6
+"""zlib's usual level, for images to edit: the digest of a prompt table, which holds their bytes,
+tells runs apart.
 """
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 64_000_000
@@ -33,21 +37,24 @@ class ImageError(ValueError):
     """An image that cannot be used: the predicate of a sentence about the value, with the fix."""
 
 
-def encode_pngs(pictures: np.ndarray) -> list[bytes]:
+def encode_pngs(pictures: np.ndarray, compression: int = COMPRESSION) -> list[bytes]:
     """PNG bytes of uint8 RGB images [N, height, width, 3], animated ones of videos [N, frames,
     height, width, 3].
+
+    Args:
+        compression: zlib's level, 0 to 9.
     """
     encode = _encode_video if pictures.ndim == 5 else _encode_image
-    return [encode(picture) for picture in pictures]
+    return [encode(picture, compression) for picture in pictures]
 
 
-def _encode_image(image: np.ndarray) -> bytes:
+def _encode_image(image: np.ndarray, compression: int) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG")
+    Image.fromarray(image).save(buffer, format="PNG", compress_level=compression)
     return buffer.getvalue()
 
 
-def _encode_video(video: np.ndarray) -> bytes:
+def _encode_video(video: np.ndarray, compression: int) -> bytes:
     """Animated PNG (PNG Specification, Third Edition) with every frame whole.
 
     Pillow's own writer would make one longer frame of equal neighbours, and no animation of a
@@ -59,7 +66,7 @@ def _encode_video(video: np.ndarray) -> bytes:
     sequence_numbers = count()
     buffer.write(PNG_SIGNATURE)
     for index, frame in enumerate(video):
-        chunks = getchunks(Image.fromarray(frame), compress_level=VIDEO_COMPRESSION)
+        chunks = getchunks(Image.fromarray(frame), compress_level=compression)
         if index == 0:
             putchunk(buffer, b"IHDR", chunks[0][1])
             # Number of frames; 0 plays means without end.
@@ -137,7 +144,8 @@ def load_condition_image(value: str | bytes, folder: Path) -> bytes:
     Raises:
         ImageError: as ``read_image``.
     """
-    return encode_pngs(read_image(value, folder, ("PNG", "JPEG", "WEBP"), upright=True)[None])[0]
+    image = read_image(value, folder, ("PNG", "JPEG", "WEBP"), upright=True)
+    return encode_pngs(image[None], CONDITION_COMPRESSION)[0]
 
 
 def read_image(

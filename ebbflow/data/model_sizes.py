@@ -119,18 +119,19 @@ class SampleSize:
         return math.prod(self.latent_shape)
 
 
+def is_layer_adapted(name: str, targets: Sequence[str]) -> bool:
+    """Whether LoRA adapts the linear layer with a name."""
+    # As peft matches names: "to_q" is "attn.to_q" and never "add_to_q".
+    return any(f".{name}".endswith(f".{target}") for target in targets)
+
+
 def select_adapted_layers(linears: Mapping[str, Shape], targets: Sequence[str]) -> list[Shape]:
     """The linear layers that LoRA adapts: those whose name is or ends in a target.
 
     Raises:
         SizeError: no layer has such a name.
     """
-    # As peft matches names: "to_q" is "attn.to_q" and never "add_to_q".
-    adapted = [
-        shape
-        for name, shape in linears.items()
-        if any(f".{name}".endswith(f".{target}") for target in targets)
-    ]
+    adapted = [shape for name, shape in linears.items() if is_layer_adapted(name, targets)]
     if not adapted:
         raise SizeError(
             f"no layer of the transformer is called {' or '.join(targets)}; see policy.targets"

@@ -17,12 +17,11 @@ import pyarrow.parquet as pq
 
 from ebbflow.data.files import check_file, parse_json_object, read_lines, shorten_library_error
 from ebbflow.data.images import ImageError, read_image
+from ebbflow.data.parquet_files import iterate_batches
 from ebbflow.recipe.base import explain_lone_surrogate, sanitize_text, shorten_value
 
 IMAGES = ("chosen", "rejected")
 LATENTS = ("chosen_latent", "rejected_latent")
-ROWS_PER_BATCH = 16
-"""Of a Parquet file: a row can be megabytes."""
 
 
 class PairError(ValueError):
@@ -134,15 +133,13 @@ def _iterate_parquet_records(
             names = file.schema_arrow.names
             used = ["prompt", *_find_side_columns(names, str(path))]
             ignored.update(set(names).difference(used))
-            # The prompts of all pairs are read in a pass of their own, without gigabytes of images.
-            for batch in file.iter_batches(
-                ROWS_PER_BATCH, columns=["prompt"] if prompts_only else used
-            ):
-                for row in range(len(batch)):
-                    number += 1
-                    # Arrow's scalars: as a Python list, a latent would take many times its bytes.
-                    record = {name: batch[name][row] for name in batch.schema.names}
-                    yield f"{path}, row {number}", record
+        # The prompts of all pairs are read in a pass of their own, without gigabytes of images.
+        for batch in iterate_batches(path, PairError, ["prompt"] if prompts_only else used):
+            for row in range(len(batch)):
+                number += 1
+                # Arrow's scalars: as a Python list, a latent would take many times its bytes.
+                record = {name: batch[name][row] for name in batch.schema.names}
+                yield f"{path}, row {number}", record
     except PairError:
         raise
     except Exception as error:

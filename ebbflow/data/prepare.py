@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,16 +26,13 @@ from ebbflow.data.prompts import (
     split_prompts,
     split_with_held_out,
 )
+from ebbflow.data.twins import find_near_duplicates, hash_input
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.base import shorten_value
 from ebbflow.recipe.families import find_family
-from ebbflow.recipe.guardrails import MIN_COMPARED
+from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
-
-MIN_JUDGED = 4
-"""Validation prompts of a branch: two that choose among its policies, and two on which its gate
-compares.
-"""
 
 
 def prepare_prompt_table(
@@ -56,7 +54,7 @@ def prepare_prompt_table(
     _check_rows(recipe, rows, source)
     # The split of a file never depends on the run: a challenger must not train on prompts that
     # judged its champion. Random strings are a run's own.
-    seed = 0 if source else recipe.seed
+    seed = None if source else recipe.seed
     if held_out:
         judged_rows, judged_report = _read_single_file(held_out)
         _check_targets_of_rewards(recipe, judged_rows, held_out)
@@ -69,6 +67,11 @@ def prepare_prompt_table(
             report += f"; {format_count(num_shared, 'prompt')} in both, not trained on"
     else:
         table = split_prompts(rows, config.validation, config.held_out, seed)
+        if table.num_rows < len(rows):
+            report += (
+                f"; {format_count(len(rows) - table.num_rows, 'prompt')} left out, whose text"
+                " another split has"
+            )
     num_trained = table.num_rows - config.validation - config.held_out
 
     # What the stages, the guardrails and the branches need of the table, so that a run does not
@@ -77,11 +80,37 @@ def prepare_prompt_table(
     _check_size_of_each_set(recipe, table)
     _check_prompts_for_gate(recipe, table)
     for branch in recipe.branches:
-        select_branch_prompts(recipe, table, branch)
+        branch_table = select_branch_prompts(recipe, table, branch)
+        try:
+            _check_prompts_for_gate(recipe.select_branch(branch), branch_table)
+        except PromptError as error:
+            raise PromptError(f"branches.{branch}: {error}") from None
     report += (
         f"; {num_trained} to train, {config.validation} to validate, {config.held_out} held out"
     )
+    # Random strings are distinct, and too short to be near duplicates.
+    if source or held_out:
+        report += _describe_near_duplicates(table)
     return table, report
+
+
+def _describe_near_duplicates(table: pa.Table) -> str:
+    """Say how many held-out prompts resemble a training prompt, which makes their scores too good.
+
+    They are not removed: prompts from a template, such as signs, all resemble each other.
+    """
+    prompts = [Prompt(**row) for row in table.to_pylist()]
+    judged = [prompt for prompt in prompts if prompt.split == "held_out"]
+    trained = [prompt for prompt in prompts if prompt.split == "train"]
+    duplicates = find_near_duplicates(judged, trained)
+    if not duplicates:
+        return ""
+    judged_index = min(duplicates)
+    return (
+        f"; {len(duplicates)} of {format_count(len(judged), 'held-out prompt')} nearly equal a"
+        f" training prompt, first {shorten_value(judged[judged_index].prompt)} and"
+        f" {shorten_value(trained[duplicates[judged_index]].prompt)}"
+    )
 
 
 def _read_rows(recipe: Recipe, files: Sequence[Path]) -> tuple[list[PromptRow], str, Path | None]:
@@ -136,8 +165,7 @@ def _read_mixture(recipe: Recipe, files: Sequence[Path]) -> tuple[list[PromptRow
 def _check_size_of_each_set(recipe: Recipe, table: pa.Table) -> None:
     num_trained = Counter(table.filter(pc.equal(table["split"], "train"))["source"].to_pylist())
     for index, stage in enumerate(recipe.stages):
-        # A custom stage takes as many prompts as it wants, and pairs bring prompts of their own.
-        if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
+        if stage.kind == "custom" or not stage.takes_prompts:
             continue
         prompts_per_step = stage.prompts_per_step if stage.kind == "online" else stage.prompts
         branch_prompts = recipe.select_branch(stage.branch).prompts
@@ -181,21 +209,20 @@ def _check_prompts_for_guardrail(
 ) -> None:
     # Whether the guardrail can run is not asked here: the run may be on another machine than the
     # check. The gate ignores one that can run on neither side.
-    # The gate counts failures by sample: the first held-out prompts of the table have several, the
-    # others one.
+    # The gate counts failures by sample: the first held-out prompts of the table may have several,
+    # and the others one.
+    num_repeated = recipe.count_repeated(len(prompts))
     num_samples = {
-        prompt.prompt_id: recipe.evaluation.samples
-        if index < recipe.evaluation.repeated_prompts
-        else 1
+        prompt.prompt_id: recipe.evaluation.samples if index < num_repeated else 1
         for index, prompt in enumerate(prompts)
     }
     scored = [prompt for prompt in prompts if guardrail.applies_to(prompt.source)]
     # Of a guardrail of some sets alone there may be few: the split is random.
-    if len(scored) < MIN_COMPARED:
+    if len(scored) < recipe.min_compared:
         raise PromptError(
             f"the guardrail {guardrail.column} scores {', '.join(guardrail.prompts)}, of which"
-            f" {len(scored)} prompts are held out, and the gate compares {MIN_COMPARED}; raise"
-            " prompts.held_out, or add prompts"
+            f" {len(scored)} prompts are held out, and the gate compares {recipe.min_compared};"
+            " raise prompts.held_out, or add prompts"
         )
     reasons: dict[int, str] = {}  # by the id of the prompt
     for prompt in scored:
@@ -207,12 +234,12 @@ def _check_prompts_for_guardrail(
     num_asked = sum(num_samples[prompt.prompt_id] for prompt in scored)
     # A prompt without a text is excused by the gate; without rules or an image, it is a failure.
     too_many_failures = not guardrail.reads and num_failures > recipe.max_failed_share * num_asked
-    if num_scorable < MIN_COMPARED or too_many_failures:
+    if num_scorable < recipe.min_compared or too_many_failures:
         limit = (
             f"allows max_failed_share = {recipe.max_failed_share:g} of the samples to fail, here"
             f" {num_failures} of {num_asked}"
             if too_many_failures
-            else f"compares {MIN_COMPARED}"
+            else f"compares {recipe.min_compared}"
         )
         first_reason = next(iter(reasons.values()))
         raise PromptError(
@@ -231,7 +258,8 @@ def select_branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Ta
     Every second of its validation prompts is held out of the branch: its gate compares on them.
 
     Raises:
-        PromptError: the branch has too few validation prompts.
+        PromptError: the branch has too few validation prompts, so that its gate would refuse
+            whatever it learns.
     """
     sets = recipe.select_branch(branch).prompts.prompt_set_labels
     # Without a mixture there are no sets, and every branch has all prompts.
@@ -242,14 +270,21 @@ def select_branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Ta
     judged_rows = sorted(
         (row for row in rows if row["split"] == "validation"), key=lambda row: row["prompt_id"]
     )
-    if len(judged_rows) < MIN_JUDGED:
+    # Every second one, with its twins: those before it and after it choose among the branch's
+    # policies.
+    groups: dict[bytes, list[dict[str, Any]]] = {}
+    for row in judged_rows:
+        groups.setdefault(hash_input(Prompt(**row)), []).append(row)
+    for twins in list(groups.values())[::2]:
+        for row in twins:
+            row["split"] = "held_out"
+    num_held_out = sum(row["split"] == "held_out" for row in judged_rows)
+    if num_held_out < MIN_PROMPTS:
         raise PromptError(
-            f"branches.{branch} has {len(judged_rows)} validation prompts, and its choice and its"
-            f" gate need {MIN_JUDGED}; raise prompts.validation"
+            f"branches.{branch} has {len(judged_rows)} validation prompts, of which its gate"
+            f" compares {num_held_out} and needs {MIN_PROMPTS}; raise prompts.validation, so that"
+            f" about {2 * MIN_PROMPTS} are of this branch"
         )
-    # Every second one: those before it and after it choose among the branch's policies.
-    for row in judged_rows[::2]:
-        row["split"] = "held_out"
     return pa.Table.from_pylist(rows, schema=table.schema)
 
 
@@ -307,8 +342,8 @@ def _warn_about_negative_prompts(
 
 def _check_number_of_prompts(recipe: Recipe, trained: int) -> None:
     for index, stage in enumerate(recipe.stages):
-        if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
-            continue  # as in _check_size_of_each_set
+        if stage.kind == "custom" or not stage.takes_prompts:
+            continue
         needed = stage.prompts_per_step if stage.kind == "online" else stage.prompts
         if needed > trained:
             raise PromptError(

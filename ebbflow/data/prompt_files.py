@@ -16,9 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from ebbflow.data.files import (
     check_file,
     parse_json_object,
@@ -27,6 +24,7 @@ from ebbflow.data.files import (
     shorten_library_error,
 )
 from ebbflow.data.images import ImageError, load_condition_image
+from ebbflow.data.parquet_files import iterate_batches
 from ebbflow.data.prompts import PromptError, PromptRow, format_count
 from ebbflow.recipe.base import explain_lone_surrogate, sanitize_text, shorten_value
 
@@ -177,33 +175,23 @@ def _iterate_csv_records(path: Path, tabs: bool = False) -> Records:
 
 
 def _iterate_parquet_records(path: Path) -> Records:
-    rows = 0
-    for batch in _read_parquet_rows(path).to_batches():
-        try:
-            records = batch.to_pylist()
-        except Exception as error:
-            # As in _read_parquet_rows, and types that Python does not have.
-            raise PromptError(
-                f"{path}: cannot be read as rows ({shorten_library_error(error)}); keep to text and"
-                " numbers"
-            ) from None
-        for record in records:
-            rows += 1
-            yield f"{path}, row {rows}", record
-
-
-def _read_parquet_rows(path: Path) -> pa.Table:
+    num_rows = 0
     try:
-        with pq.ParquetFile(path) as file:
-            table = file.read()
+        for batch in iterate_batches(path, PromptError):
+            if num_rows == 0:
+                _check_header(batch.schema.names, str(path))
+            for record in batch.to_pylist():
+                num_rows += 1
+                yield f"{path}, row {num_rows}", record
+    except PromptError:
+        raise
     except Exception as error:
-        # Arrow, memory and text each raise errors of their own at a damaged file: no common base.
+        # Arrow, memory and text each raise errors of their own at a damaged file, and at types that
+        # Python does not have: no common base.
         raise PromptError(
-            f"{path}: not a Parquet file that can be read ({shorten_library_error(error)}); write"
-            " it again"
+            f"{path}: not a Parquet file that can be read, after row {num_rows}"
+            f" ({shorten_library_error(error)}); write it again, with text and numbers alone"
         ) from None
-    _check_header(table.column_names, str(path))
-    return table
 
 
 def _find_prompt_column(names: Collection[str]) -> str:
@@ -308,7 +296,7 @@ def _parse_row(record: Record, location: str, path: Path) -> PromptRow:
     return PromptRow(
         prompt=prompt,
         negative_prompt=_read_text(record, "negative_prompt", location) or "",
-        target=_read_text(record, "target", location) or _find_quoted_text(prompt),
+        target=_read_text(record, "target", location) or find_quoted_text(prompt),
         source=path.name,
         metadata=_read_metadata(record, location),
         image=_read_condition_image(record, location, path.parent),
@@ -328,7 +316,8 @@ def _read_text(record: Record, column: str, location: str) -> str | None:
     return value.strip() or None
 
 
-def _find_quoted_text(prompt: str) -> str | None:
+def find_quoted_text(prompt: str) -> str | None:
+    """Return what stands in quotes in a prompt; None where nothing does."""
     # QUOTED has a group for each kind of quotes, of which one is empty.
     parts = [(straight or curly).strip() for straight, curly in QUOTED.findall(prompt)]
     return " ".join(part for part in parts if part) or None

@@ -1,10 +1,10 @@
-"""Prompt tables: made of random strings or of a file's rows, split by id, kept as Parquet
+"""Prompt tables: made of random strings or of a file's rows, split by text, kept as Parquet
 (``ebbflow.data.schema.PROMPTS``).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbflow.data.schema import PROMPTS, SPLITS
+from ebbflow.data.twins import group_twins, hash_input
 from ebbflow.recipe.base import shorten_value
 from ebbflow.recipe.model import CHARACTERS
 from ebbflow.storage.tables import TableError, read_columns, read_table, write_table
+
+LEFT_OUT = "left_out"
+"""Of rows that exceed the number to hold out or to validate, and equal one that is."""
 
 
 class PromptError(ValueError):
@@ -113,30 +117,51 @@ def _generate_strings(
     return list(texts)[:count]
 
 
-def split_prompts(rows: Sequence[PromptRow], validation: int, held_out: int, seed: int) -> pa.Table:
-    """The prompt table: ids 0, 1, ... in order; a seeded permutation of the ids decides the split.
+def split_prompts(
+    rows: Sequence[PromptRow], validation: int, held_out: int, seed: int | None = None
+) -> pa.Table:
+    """Build the prompt table: the id of a row is its position, and its text decides its split.
 
-    The split is a function of the number of rows, the sizes and the seed, never of the prompts'
-    text.
+    The rows with the smallest hashes of what the model gets (``twins.hash_input``) are held out,
+    the next ones validate. A threshold alone would hold out a random number of prompts. This one
+    moves by a row when a held-out row is deleted, and the row that is then held out validated
+    before: it was not trained on. Any other row keeps its split. Rows with equal hashes are on one
+    side; those that exceed the number to hold out, or to validate, are left out of the table.
+
+    Args:
+        seed: of random strings, which are distinct and another list in every run: a permutation of
+            their positions decides instead.
 
     Raises:
         PromptError: nothing would be left to train on.
     """
-    if validation < 0 or held_out < 0 or validation + held_out >= len(rows):
+    if seed is None:
+        groups = deque(group_twins(rows))
+    else:
+        order = [[index] for index in _permute_indices(len(rows), seed).tolist()]
+        end = validation + held_out
+        groups = deque(order[validation:end] + order[:validation] + order[end:])
+    splits = ["train"] * len(rows)
+    for split, size in (("held_out", held_out), ("validation", validation)):
+        num_missing = size
+        while num_missing > 0 and groups:
+            twins = groups.popleft()
+            for index in twins[:num_missing]:
+                splits[index] = split
+            for index in twins[num_missing:]:
+                splits[index] = LEFT_OUT
+            num_missing -= len(twins)
+    if not groups:
         raise PromptError(
             f"{format_count(len(rows), 'prompt')} cannot be split into validation = {validation},"
-            f" held_out = {held_out} and at least one for training; add prompts or lower one of"
-            " the two"
+            f" held_out = {held_out} and at least one for training, with those of the same text on"
+            " one side; add prompts or lower one of the two"
         )
-    # An array of objects: one of strings would have the width of "train", and cut the others.
-    order = _permute_indices(len(rows), seed)
-    splits = np.full(len(rows), "train", dtype=object)
-    splits[order[:validation]] = "validation"
-    splits[order[validation : validation + held_out]] = "held_out"
     return pa.Table.from_pylist(
         [
             {"prompt_id": index, "split": splits[index], **vars(row)}
             for index, row in enumerate(rows)
+            if splits[index] != LEFT_OUT
         ],
         schema=PROMPTS,
     )
@@ -147,12 +172,12 @@ def split_with_held_out(
     judged: Sequence[PromptRow],
     validation: int,
     held_out: int,
-    seed: int,
+    seed: int | None = None,
 ) -> tuple[pa.Table, int]:
     """The prompt table whose held-out prompts are ``held_out`` of ``judged``, and how many of
     ``rows`` are left out for that.
 
-    What has the text and the image of one of ``judged`` is left out. The id of a held-out prompt is
+    What equals one of ``judged`` (``twins.hash_input``) is left out. The id of a held-out prompt is
     its place in ``judged``, so that its noise is the same whatever the run trains on; the others
     are numbered from there. A choice of ``judged`` is the same in every run.
 
@@ -164,13 +189,12 @@ def split_with_held_out(
             f"prompts.held_out_source has {format_count(len(judged), 'prompt')}; lower"
             f" prompts.held_out = {held_out}"
         )
-    # Negative prompts and targets do not count: a policy that was trained on the same text and
-    # image has seen what it is judged by.
-    judged_inputs = {(row.prompt, row.image) for row in judged}
-    remaining_rows = [row for row in rows if (row.prompt, row.image) not in judged_inputs]
+    judged_hashes = {hash_input(row) for row in judged}
+    remaining_rows = [row for row in rows if hash_input(row) not in judged_hashes]
     others = split_prompts(remaining_rows, validation, 0, seed).to_pylist()
-    # Seed 0, not the run's: champion and challenger are judged by the same choice.
-    chosen = sorted(_permute_indices(len(judged), seed=0)[:held_out].tolist())
+    # By hash, not by the run's seed: champion and challenger are judged by the same choice.
+    by_hash = [index for group in group_twins(judged) for index in group]
+    chosen = sorted(by_hash[:held_out])
     table = [{"prompt_id": index, "split": "held_out", **vars(judged[index])} for index in chosen]
     table += [row | {"prompt_id": len(judged) + row["prompt_id"]} for row in others]
     return pa.Table.from_pylist(table, schema=PROMPTS), len(rows) - len(remaining_rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebbflow.recipe.base import Strict
+from ebbflow.recipe.gate_policy import GatePolicy
 
 
 class Distribution(Strict):
@@ -70,11 +71,21 @@ class Evaluation(Strict):
     """Mean of every statistic of the images (entropy, brightness, diversity ...) over the held-out
     prompts.
     """
+    look: int = 0
+    """Whose noise the held-out samples have: that of the run's look (``TrackedRun.look``)."""
     distributions: dict[str, Distribution] = {}
     """Spread, worst tenth and best of several samples, of every metric of ``held_out``."""
     categories: list[CategoryMeans] = []
     """Of benchmarks that tell kinds of prompts apart (``ebbflow.evaluation.categories``). No
     decision depends on them.
+    """
+    samples_digest: str = ""
+    """sha256 of the file with the table of samples."""
+    policy_digest: str = ""
+    """sha256 of the policy folder (its COMMIT)."""
+    reward_weights: dict[str, str] = {}
+    """What the rewards and guardrails were loaded from: sha256 of files and folders, commits of
+    repositories (``storage.identity.digest_named_weights``).
     """
 
     def __str__(self) -> str:
@@ -83,8 +94,8 @@ class Evaluation(Strict):
 
 
 class Comparison(Strict):
-    """Paired difference candidate - champion of one metric, with its bootstrap confidence interval
-    [low, high].
+    """Paired difference candidate - champion of one metric, with its confidence interval [low,
+    high].
 
     Example:
         >>> Comparison(
@@ -110,6 +121,29 @@ class Comparison(Strict):
     """How far the mean of a guardrail may fall, on the scale of its scores; None where nothing of
     the kind is asked.
     """
+    p_value: float | None = None
+    """Of "no gain", or, with a tolerance, of "a fall by the tolerance or more"; None where it was
+    not tested.
+    """
+    disaster_p_value: float | None = None
+    """Of "no gain" of the reward if a prompt that was not seen fell as far as scores can."""
+
+
+class Look(Strict):
+    """A look of the gate at the held-out prompts, in the ledger of the registered model.
+
+    Example:
+        >>> Look(number=3, error=0.05 / 52, spent=3 * 0.05 / 52, budget=0.05)
+    """
+
+    number: int
+    """From one, over all looks for the registered model."""
+    error: float
+    """The p-value below which this look may promote: its share of the budget."""
+    spent: float
+    """Of the budget, by the looks of the last 365 days, this one included."""
+    budget: float
+    """Probability of a false promotion in a year (``promotion.error_budget``)."""
 
 
 class GateDecision(Strict):
@@ -122,9 +156,27 @@ class GateDecision(Strict):
     guardrails: list[Comparison]
     statistics: list[Comparison] = []
     """Image statistics that were tested."""
+    look: Look | None = None
+    """What this decision spent of the error budget; None for the gate of a branch, which has
+    none.
+    """
+    anchor: str | None = None
+    """What the candidate was also compared with; None where that is the champion itself."""
+    anchored: list[Comparison] = []
+    """The reward and the guardrails against the anchor."""
+    promoted_reward: float | None = None
+    """The champion's reward in the look that promoted it, which is too high by the luck of having
+    been chosen; ``target.champion`` is of new samples. None where it is unknown.
+    """
     coverage: float
     reasons: list[str]
     """One sentence per rule: what passed, or what failed."""
+    policy: GatePolicy | None = None
+    """What was pinned to the registered model; None before its first promotion."""
+    held_out_digest: str = ""
+    """Of the texts of the held-out prompts (``data.twins.digest_held_out``)."""
+    reward_weights: dict[str, str] = {}
+    """What the rewards and guardrails were loaded from (``Evaluation.reward_weights``)."""
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Short: ``pyflyte run`` prints its outputs."""
@@ -191,6 +243,10 @@ class TrackedRun(Strict):
     experiment: str = ""
     sinks: list[str] = []
     """Where its curves go besides MLflow."""
+    look: int = 0
+    """Looks that the gate had taken at the registered model when the run began: the key of the
+    noise of its held-out samples.
+    """
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Short: ``pyflyte run`` prints its outputs."""
@@ -226,3 +282,5 @@ class Champion(Strict):
     """Digest of the base model that the policy was trained from; empty when it was registered
     without this tag.
     """
+    promoted_reward: float | None = None
+    """Its reward in the look that promoted it; None where that is unknown."""

@@ -1,18 +1,20 @@
 """How long a run takes, from the throughput of a GPU.
 
 A linear layer takes 2 floating-point operations for each weight and token, attention 4 h for each
-pair of tokens of width h in a block (2001.08361, 2104.04473). A backward pass takes twice as many
-as a forward pass, and ``gradient_checkpointing`` repeats the forward pass of its blocks. Text
+pair of tokens of width h in a block (2001.08361, 2104.04473). A backward pass takes as many for the
+gradients of all inputs, and as many again for those of the weights that are trained
+(``training_pass_cost``); ``gradient_checkpointing`` repeats the forward pass of its blocks. Text
 encoders, VAE, rewards, downloads and the start of pods are not counted.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ebbflow.data.model_sizes import ModelSizes, SampleSize
-from ebbflow.estimate.run import Estimate
+from ebbflow.data.model_sizes import ModelSizes, SampleSize, Shape, is_layer_adapted
+from ebbflow.estimate.run import Estimate, find_trained_layers
 from ebbflow.estimate.work import Work
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.stages import CustomStageConfig, OnlineStageConfig
@@ -52,14 +54,22 @@ class Hours:
 
 def count_forward_operations(sizes: ModelSizes, sample: SampleSize) -> int:
     """Return the floating-point operations of one evaluation of the network for one sample."""
-    layers = sum(
+    linear = _count_linear_operations(sizes.linears, sample)
+    return linear + _count_attention_operations(sizes, sample)
+
+
+def _count_linear_operations(linears: Mapping[str, Shape], sample: SampleSize) -> int:
+    return 2 * sum(
         inputs * outputs * _tokens_through_layer(name, sample)
-        for name, (inputs, outputs) in sizes.linears.items()
+        for name, (inputs, outputs) in linears.items()
     )
+
+
+def _count_attention_operations(sizes: ModelSizes, sample: SampleSize) -> int:
     # Joint attention: every token attends to every token, text included. Otherwise image tokens
     # attend to each other (self-attention) and to the text (cross-attention).
     pairs = sample.tokens * (sample.tokens + (0 if sample.joint else sample.text_tokens))
-    return 2 * layers + 4 * sizes.blocks * sizes.width * pairs
+    return 4 * sizes.blocks * sizes.width * pairs
 
 
 def _tokens_through_layer(layer: str, sample: SampleSize) -> int:
@@ -74,10 +84,41 @@ def _tokens_through_layer(layer: str, sample: SampleSize) -> int:
     return sample.tokens if all_tokens else sample.tokens - sample.text_tokens
 
 
-def training_pass_cost(model: ModelConfig) -> float:
-    """Return the cost of a forward and a backward pass, in forward passes."""
-    # The backward pass costs 2; blocks that recompute their activations add their forward pass.
-    return 3 + model.gradient_checkpointing / model.gradient_checkpointing_every
+def training_pass_cost(estimate: Estimate) -> float:
+    """Return the cost of a forward and a backward pass, in forward passes.
+
+    The backward pass computes the gradient of every layer's inputs, which takes as long as the
+    forward pass, and that of the weights that are trained: as long again for all of them, and next
+    to nothing for a LoRA. Attention has two such products for each of its own.
+    """
+    sizes = estimate.sizes
+    sample = estimate.sample
+    linear = _count_linear_operations(sizes.linears, sample)
+    attention = _count_attention_operations(sizes, sample)
+    trained = find_trained_layers(estimate.recipe, sizes)
+    policy = estimate.recipe.policy
+    if policy.train == "lora":
+        targets = policy.targets or sizes.lora_targets
+        adapters = {
+            f"{name}.{factor}": shape
+            for name, (inputs, outputs) in trained.items()
+            if is_layer_adapted(name, targets)
+            for factor, shape in (("A", (inputs, policy.rank)), ("B", (policy.rank, outputs)))
+        }
+        # The products of the adapters themselves: forwards, and twice backwards.
+        of_weights = 3 * _count_linear_operations(adapters, sample)
+    else:
+        of_weights = _count_linear_operations(trained, sample)
+    backward = linear + 2 * attention + of_weights
+    recomputed = count_recomputed_passes(estimate.recipe.model)
+    return 1 + backward / (linear + attention) + recomputed
+
+
+def count_recomputed_passes(model: ModelConfig) -> float:
+    """Return the forward passes that a backward pass repeats: those of the blocks that recompute
+    their activations.
+    """
+    return model.gradient_checkpointing / model.gradient_checkpointing_every
 
 
 def estimate_hours(estimate: Estimate, tflops: float) -> dict[str, Hours]:
@@ -119,9 +160,7 @@ def _stage_hours(estimate: Estimate, ctx: StageContext, work: Work, forward: flo
     generating = work.denoising * forward
     # The rollout's forward pass is then that of training, too.
     reused = isinstance(ctx.config, OnlineStageConfig) and ctx.config.reuse_rollout_forward
-    training = (
-        work.training * (training_pass_cost(estimate.recipe.model) - reused) + work.comparing
-    ) * forward
+    training = (work.training * (training_pass_cost(estimate) - reused) + work.comparing) * forward
     # Shards are generated in parallel, then all processes of all nodes train.
     if not isinstance(ctx.config, OnlineStageConfig):
         return Hours(
@@ -130,6 +169,9 @@ def _stage_hours(estimate: Estimate, ctx: StageContext, work: Work, forward: flo
         )
     if ctx.config.placement == "in_process":
         return Hours(generating + training, generating + training)
+    if ctx.config.placement == "colocated":
+        processes = estimate.processes * estimate.nodes
+        return Hours((generating + training) / processes, generating + training)
     resources = ctx.config.resources
     rolling = generating / resources.rollout.count
     updating = training / resources.training.count

@@ -30,8 +30,9 @@ activations    n s h L 34 b / 2 (2205.05198, without the scores that flash atten
                the two. With ``reuse_rollout_forward`` what is kept for all trained steps of all
                samples of a step at once, and where full weights are cast to 16 bits, 2 P for each
                of the forward passes
-samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each
-               trained step, of a few-step student two for each step
+samples        4 D for each latent, and the encoded prompts; of a trajectory the latents before and
+               after its trained steps, and their means where the loss compares them; of a few-step
+               student two latents for each step
 others         text encoders, VAE or reward networks that are loaded at the same time; on the
                gradient of the reward every process that trains has the reward networks
 =============  ====================================================================================
@@ -40,11 +41,11 @@ With ``model.cpu_offload`` the copies and AdamW's 8 A are in main memory, and wh
 sharded, its shard of the weights and the gradients too.
 
 In offline stages FSDP2 shards the first three over the processes, or over those of a node (HSDP); a
-block is gathered while it computes (``model.fsdp`` changes that), and every process loads all
-weights first. A network that is never trained lies whole on each of them. The activations are an
-estimate: in small models autograd saved .7 to 1.8 times as much
-(``tests/estimate/test_activations.py``). CUDA's context and fragmentation are not counted: leave a
-tenth.
+block is gathered while it computes (``model.fsdp`` changes that). A process reads its own rows of
+the weights; of the glyph model, all of them first. A network that is never trained lies whole on
+each of them. The activations are an estimate: in small models autograd saved .7 to 1.8 times as
+much (``tests/estimate/test_activations.py``). CUDA's context and fragmentation are not counted:
+leave a tenth.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ from ebbflow.data.model_sizes import (
 from ebbflow.estimate.activations import activation_bytes, block_bytes, inference_bytes
 from ebbflow.estimate.work import (
     count_passes_per_term,
+    count_recorded_latents,
     count_rows_per_sample,
     count_selected_samples,
     list_compared_copies,
 )
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.videos import select_scored_frames
@@ -80,15 +83,15 @@ class Memory:
     """Bytes of one process by their use, as the docstring of this module defines them.
 
     Attributes:
-        loading: needed before the model is sharded; 0 where it is not. It is no part of a sum: a
-            process first loads the whole model, and allocates the rest once it is sharded.
+        loading: needed while a model that is sharded is loaded; 0 where it is not. It is no part of
+            a sum: a process allocates the rest afterwards.
         offloaded: bytes in main memory instead of on the GPU (``model.cpu_offload``).
 
     Example:
         A rank of two that trains a LoRA of 1 M parameters beside a sharded model of 100 M::
 
             Memory(weights=204_000_000, optimizer=6_000_000, copies=2_000_000,
-                   activations=900_000_000, samples=40_000_000, loading=404_000_000)
+                   activations=900_000_000, samples=40_000_000, loading=102_000_000)
     """
 
     weights: int = 0
@@ -103,15 +106,8 @@ class Memory:
     @property
     def peak_bytes(self) -> int:
         """The most that the process has on its GPU at one time."""
-        parts = (
-            self.weights,
-            self.optimizer,
-            self.copies,
-            self.activations,
-            self.samples,
-            self.others,
-        )
-        return max(sum(parts), self.loading)
+        trained = self.weights + self.optimizer + self.copies
+        return max(trained + self.activations + self.samples + self.others, self.loading)
 
 
 def estimate_stage_memory(
@@ -124,35 +120,31 @@ def estimate_stage_memory(
     """Return the memory of every kind of process of every stage, by its name in the table.
 
     Args:
-        processes: number of processes that train an offline stage.
+        processes: number of processes that train an offline stage or run a colocated one.
         shards: number of these processes that share one copy of the model; None for all.
         context_parallel: number of these processes that share the tokens of a sample.
     """
     memory_by_process: dict[str, Memory] = {}
     for ctx in contexts:
-        if ctx.config.kind == "online":
-            memory_by_process |= _online_stage_memory(memory, ctx)
-            continue
-        # A stage on preference pairs generates nothing.
-        if not ctx.offline_config.pairs:
-            memory_by_process[f"{ctx.stage_label} rollout"] = memory.rollout_memory(ctx)
-        memory_by_process[f"{ctx.stage_label} training"] = memory.offline_rank_memory(
-            ctx, processes, shards or processes, context_parallel
-        )
+        label = ctx.stage_label
+        if ctx.config.kind == "offline":
+            # A stage on pairs or data generates nothing.
+            if ctx.offline_config.takes_prompts:
+                memory_by_process[f"{label} rollout"] = memory.rollout_memory(ctx)
+            memory_by_process[f"{label} training"] = memory.offline_rank_memory(
+                ctx, processes, shards or processes, context_parallel
+            )
+        elif ctx.online_config.placement == "ray":
+            ranks = ctx.online_config.resources.training.count
+            memory_by_process[f"{label} training"] = memory.online_rank_memory(ctx, ranks, ranks)
+            memory_by_process[f"{label} rollout"] = memory.rollout_memory(ctx)
+            memory_by_process[f"{label} rewards"] = Memory(others=memory.reward_network_bytes(ctx))
+        else:
+            num_equal = processes if ctx.online_config.placement == "colocated" else 1
+            memory_by_process[f"{label} training"] = memory.equal_process_memory(
+                ctx, num_equal, min(shards or processes, num_equal)
+            )
     return memory_by_process
-
-
-def _online_stage_memory(memory: ProcessMemory, ctx: StageContext) -> dict[str, Memory]:
-    """Return the memory of the one process of a stage; under Ray, of a training rank, a rollout
-    worker and a reward worker.
-    """
-    if ctx.online_config.placement == "in_process":
-        return {f"{ctx.stage_label} training": memory.in_process_memory(ctx)}
-    return {
-        f"{ctx.stage_label} training": memory.online_rank_memory(ctx),
-        f"{ctx.stage_label} rollout": memory.rollout_memory(ctx),
-        f"{ctx.stage_label} rewards": Memory(others=memory.reward_network_bytes(ctx)),
-    }
 
 
 @dataclass(frozen=True)
@@ -200,11 +192,12 @@ class ProcessMemory:
             + (2 * (self.sizes.parameters - self.sizes.unused) if precision != "float32" else 0)
         )
 
-    def sharded_weight_bytes(self, processes: int, shards: int) -> int:
+    def sharded_weight_bytes(self, shards: int) -> int:
         """Return the bytes of weights in one of several processes that train: its shard, the blocks
         that it gathers, and networks that are never trained.
         """
-        gathered = self._gathered_bytes() if processes > 1 else 0
+        # A replica in one process gathers nothing.
+        gathered = self._gathered_bytes() if shards > 1 else 0
         return self.frozen_bytes + self.weight_shard_bytes(shards) + gathered
 
     def weight_shard_bytes(self, shards: int) -> int:
@@ -277,8 +270,9 @@ class ProcessMemory:
         rewards = [
             self.recipe.select_branch(branch).rewards for branch in (None, *self.recipe.branches)
         ]
-        # The drift takes two velocities (of the policy and of the base model) for each of its noise
-        # levels, of one sample of every prompt.
+        # The drift takes two velocities (of the policy and of the base model) and their squared
+        # difference for each of its noise levels, a micro-batch at a time.
+        compared = min(prompts, self.recipe.evaluation.micro_batch)
         return Memory(
             weights=self.weight_bytes(precision),
             copies=2 * 4 * self.trained,
@@ -286,7 +280,8 @@ class ProcessMemory:
                 samples, self.recipe.evaluation.micro_batch, precision
             )
             + self.merged_weight_bytes(precision),
-            samples=prompts * (self.prompt_bytes + self.latent_bytes * 2 * len(DRIFT_SIGMAS))
+            samples=prompts * self.prompt_bytes
+            + compared * self.latent_bytes * 3 * len(DRIFT_SIGMAS)
             + samples * self.latent_bytes * 2,
             others=max(map(_reward_weight_bytes, rewards))
             + _reward_weight_bytes(self.recipe.guardrails),
@@ -309,11 +304,13 @@ class ProcessMemory:
             samples=samples * (self.prompt_bytes + self.latent_bytes),
         )
 
-    def in_process_memory(self, ctx: StageContext) -> Memory:
-        """Return the memory of one process in which rollouts, rewards and training take turns."""
-        training = self.online_rank_memory(ctx)
+    def equal_process_memory(self, ctx: StageContext, processes: int, shards: int) -> Memory:
+        """Return the memory of a process in which rollouts, rewards and training take turns, one of
+        several that share the samples of a step.
+        """
+        training = self.online_rank_memory(ctx, processes, shards, shares_samples=True)
         config = ctx.online_config
-        samples = config.prompts_per_step * config.group_size
+        samples = math.ceil(config.prompts_per_step / processes) * config.group_size
         # Activations of rollouts and of training are never there at the same time, unless training
         # goes back through the rollout's own graphs.
         activations = max(self._rollout_activation_bytes(ctx, samples), training.activations)
@@ -329,21 +326,13 @@ class ProcessMemory:
             return 0
         prompts = config.prompts_per_step * (1 + config.refill_rounds)
         requests = math.ceil(prompts / max(1, config.micro_batch // config.group_size))
-        passes = (
-            requests
-            * math.ceil(config.group_size / config.micro_batch)
-            * count_rows_per_sample(ctx)
-        )
+        passes_of_request = math.ceil(config.group_size / config.micro_batch)
+        passes = requests * passes_of_request * count_rows_per_sample(ctx)
         # Autocast keeps a cast of all weights in the graph of each forward pass.
         cast = self.recipe.policy.train == "full" and self.recipe.model.precision != "float32"
         casts = 2 * (self.sizes.parameters - self.sizes.unused) * passes * cast
-        return (
-            prompts
-            * config.group_size
-            * count_rows_per_sample(ctx)
-            * self._saved_activation_bytes(ctx, recomputing=False)
-            + casts
-        )
+        rows = prompts * config.group_size * count_rows_per_sample(ctx)
+        return rows * self._saved_activation_bytes(ctx, recomputing=False) + casts
 
     def reward_network_bytes(self, ctx: StageContext) -> int:
         """Return the bytes of the networks that an online stage scores with."""
@@ -353,23 +342,26 @@ class ProcessMemory:
             rewards += self.recipe.guardrails
         return _reward_weight_bytes(rewards)
 
-    def online_rank_memory(self, ctx: StageContext) -> Memory:
-        """Return the memory of a process that only trains, on its share of a step's samples; one
-        of several also shards the model.
+    def online_rank_memory(
+        self, ctx: StageContext, ranks: int, shards: int, shares_samples: bool = False
+    ) -> Memory:
+        """Return the memory of a process that trains on its share of a step's samples.
+
+        Args:
+            ranks, shards: processes that train, and those that share one copy of the model.
+            shares_samples: whether it has its share of the samples only, instead of all of them.
         """
         config = ctx.online_config
-        ranks = config.resources.training.count
         kind = config.algorithm_kind
-        # Every rank has all samples of the step, and works on its share of an update's samples.
-        samples = config.prompts_per_step * config.group_size
+        prompts = math.ceil(config.prompts_per_step / (ranks if shares_samples else 1))
+        samples = prompts * config.group_size
         num_selected, _ = count_selected_samples(ctx)
         samples_of_update = math.ceil(num_selected / config.updates_per_step / ranks)
-        # Three latents for each trained step: before it, after it, and the mean of the transition.
-        latents_of_trajectory = 3 * count_rows_per_sample(ctx) if kind.records_trajectory else 0
+        latents_of_trajectory = count_recorded_latents(ctx) if kind.records_trajectory else 0
         bytes_per_sample = self.prompt_bytes + self.latent_bytes * (1 + latents_of_trajectory)
         rewards = ctx.branch_recipe.rewards if kind.needs_reward_gradient else []
         return replace(
-            self._training_state_memory(ctx, ranks, ranks),
+            self._training_state_memory(ctx, shards),
             activations=self._training_activation_bytes(ctx),
             others=_reward_weight_bytes(rewards),
             samples=samples * bytes_per_sample + self._update_bytes(ctx, samples_of_update),
@@ -380,30 +372,28 @@ class ProcessMemory:
     ) -> Memory:
         samples = math.ceil(ctx.offline_config.batch_size * context_parallel / processes)
         return replace(
-            self._training_state_memory(ctx, processes, shards),
+            self._training_state_memory(ctx, shards),
             activations=math.ceil(self._training_activation_bytes(ctx) / context_parallel),
             samples=self._update_bytes(ctx, samples),
         )
 
-    def _training_state_memory(self, ctx: StageContext, processes: int, shards: int) -> Memory:
-        """Return the bytes of weights, optimiser and copies of one of several processes that
-        train, on the GPU and in main memory.
+    def _training_state_memory(self, ctx: StageContext, shards: int) -> Memory:
+        """Return the bytes of weights, optimiser and copies of one of the processes that share a
+        copy of the model, on the GPU and in main memory.
         """
         fake = ctx.config.algorithm_kind.trains_student
         # One process alone puts swapped-out parameters where the gradients were; sharded or
         # offloaded parameters need a place of their own.
-        swapped = (
-            4 * self.trained if fake and (processes > 1 or self.recipe.model.cpu_offload) else 0
-        )
+        swapped = 4 * self.trained if fake and (shards > 1 or self.recipe.model.cpu_offload) else 0
         state = Memory(
-            weights=self.sharded_weight_bytes(processes, shards),
+            weights=self.sharded_weight_bytes(shards),
             optimizer=(4 * self.trained + (1 + fake) * self._moment_bytes(ctx)) // shards,
             copies=(self.policy_copy_bytes(ctx) + swapped) // shards,
-            loading=self.weight_bytes("float32") if processes > 1 else 0,
+            loading=self._loading_bytes(shards) if shards > 1 else 0,
         )
         if not self.recipe.model.cpu_offload:
             return state
-        if processes == 1:
+        if shards == 1:
             gradients = 4 * self.trained
             return replace(
                 state,
@@ -416,6 +406,13 @@ class ProcessMemory:
         return replace(
             state, weights=state.weights - shard, optimizer=0, copies=0, offloaded=offloaded
         )
+
+    def _loading_bytes(self, shards: int) -> int:
+        """Return the bytes on the GPU of one of several processes while it loads the model."""
+        if FAMILIES[self.recipe.model.family].diffusers:
+            # It reads its own rows of each weight (``ebbflow.training.loading``).
+            return self.frozen_bytes + self.weight_shard_bytes(shards)
+        return self.weight_bytes("float32")
 
     def _moment_bytes(self, ctx: StageContext) -> int:
         """Bytes of the state of one optimiser."""
@@ -438,12 +435,8 @@ class ProcessMemory:
         merges = config.engine == "diffusers" and (
             config.kind != "online" or not config.window or bool(config.validation)
         )
-        return self._generation_bytes(
-            samples,
-            config.micro_batch,
-            precision,
-            self.merged_weight_bytes(precision) if merges else 0,
-        )
+        merged = self.merged_weight_bytes(precision) if merges else 0
+        return self._generation_bytes(samples, config.micro_batch, precision, merged)
 
     def _generation_bytes(
         self, samples: int, at_once: int, precision: Precision, merged: int = 0
@@ -457,9 +450,8 @@ class ProcessMemory:
         decoded = min(samples, max(1, PIXELS_AT_ONCE // self.sample.pixels)) * self.sample.pixels
         frames = self.recipe.model.frames
         decoded = decoded * min(frames, self.sizes.decoded_frames) // frames
-        return max(
-            network, 4 * self.sizes.vae + self.sizes.decoding * decoded if self.sizes.vae else 0
-        )
+        vae = 4 * self.sizes.vae + self.sizes.decoding * decoded if self.sizes.vae else 0
+        return max(network, vae)
 
     def _training_activation_bytes(self, ctx: StageContext) -> int:
         """Return the bytes of one forward and backward pass. For algorithms on the gradient of the

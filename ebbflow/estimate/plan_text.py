@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import get_args
 
+from ebbflow.estimate.gpus import GPU_TYPES
 from ebbflow.estimate.plan import (
     GPUS_PER_NODE,
     OnlineWork,
@@ -18,28 +19,44 @@ from ebbflow.estimate.plan import (
     find_best_plan,
     find_scaling_limit,
     list_gpu_counts,
+    plan_colocated,
     read_task_times,
 )
+from ebbflow.estimate.plan_settings import describe_settings
 from ebbflow.estimate.run import Estimate
 from ebbflow.estimate.text import format_table
 from ebbflow.recipe.online import Mode
 from ebbflow.stage import StageContext
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+COLOCATED_MODES: tuple[Mode, ...] = ("sync", "one_step_off")
+"""As in one process, ``async`` would hide no more than ``one_step_off`` does."""
+DEFAULT_GPU = "h100"
 
 
 def describe_plans(
-    estimate: Estimate, gpus: int, tflops: float | None, timeline: Path | None, network: float
+    estimate: Estimate,
+    gpus: int,
+    tflops: float | None,
+    timeline: Path | None,
+    network: float,
+    gpu: str = DEFAULT_GPU,
+    price: float | None = None,
 ) -> str:
     """``describe_plan`` of every online stage of a recipe; of the first alone, where a timeline
     says what its tasks take.
 
+    Args:
+        tflops: what a GPU sustains; default: ``GpuType.sustained_tflops``.
+        gpu: its type, of ``GPU_TYPES``.
+        price: of an hour of a GPU.
+
     Raises:
-        PlanError: there is no online stage, neither or both of ``tflops`` and ``timeline`` are
-            given, or as ``find_best_plan``.
+        PlanError: there is no online stage, both of ``tflops`` and ``timeline`` are given, or as
+            ``find_best_plan``.
     """
-    # Neither or both: each of them says how long tasks take.
-    if bool(tflops) == bool(timeline):
+    # Each of them says how long tasks take.
+    if tflops and timeline:
         raise PlanError("say how long tasks take, by either --tflops or --timeline")
     contexts = [
         StageContext(estimate.recipe, 0, index)
@@ -58,14 +75,23 @@ def describe_plans(
         times = (
             read_task_times(work, timeline, network)
             if timeline
-            else estimate_task_times(estimate, work, tflops or 0, network)
+            else estimate_task_times(
+                estimate, work, tflops or GPU_TYPES[gpu].sustained_tflops, network
+            )
         )
-        texts.append(describe_plan(work, times, gpus))
+        texts.append(describe_plan(estimate, work, times, gpus, gpu, price))
     return "\n\n".join(texts)
 
 
-def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
-    """The best splits of so many GPUs, and of fewer.
+def describe_plan(
+    estimate: Estimate,
+    work: OnlineWork,
+    times: TaskTimes,
+    gpus: int,
+    gpu: str = DEFAULT_GPU,
+    price: float | None = None,
+) -> str:
+    """What all GPUs together do in a step, the best splits of so many GPUs, and of fewer.
 
     Raises:
         PlanError: there are fewer GPUs than roles that need one.
@@ -76,6 +102,8 @@ def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
     plans = {
         size: {mode: find_best_plan(work, times, mode, size) for mode in MODES} for size in sizes
     }
+    together = [plan_colocated(work, times, mode, gpus) for mode in COLOCATED_MODES]
+    compared = [*together, *plans[gpus].values()]
     best = min(plans[gpus].values(), key=lambda plan: plan.schedule.step)
     lines = [
         (
@@ -89,27 +117,9 @@ def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
             f" steps {times.between:.3g}"
         ),
         "",
-        f"the best split of {gpus:,} GPUs in each mode",
-        *format_table(
-            [
-                "",
-                "training",
-                "rollout",
-                "reward",
-                "unused",
-                "step s",
-                "samples/s",
-                *_BUSY,
-                "staleness",
-                "push GB",
-                "GPU-hours",
-            ],
-            [_format_plan_row(work, plan, gpus) for plan in plans[gpus].values()],
-        ),
-        (
-            "  Busy: the share of the time in which the workers of a role work. Push: to all"
-            " rollout nodes, in a step."
-        ),
+        *_describe_comparison(work, compared, gpus, estimate.recipe.rounds, price),
+        "",
+        *_describe_fastest(estimate, work, compared, gpus, gpu),
         *_describe_reward_workers(work, times, best),
         "",
         "seconds of a step with fewer GPUs, and how much of them is used, against the fewest",
@@ -126,25 +136,73 @@ def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
     return "\n".join(lines)
 
 
+def _describe_fastest(
+    estimate: Estimate, work: OnlineWork, plans: list[Plan], gpus: int, gpu: str
+) -> list[str]:
+    """Return the keys of the fastest plan on policy, and of the fastest of all if that is another:
+    older samples are a choice that costs learning.
+    """
+    on_policy = [plan for plan in plans if not work.steps_ahead(plan.mode)]
+    lines = []
+    for what, some in (("on policy", on_policy), ("of all", plans)):
+        fastest = min(some, key=lambda plan: plan.schedule.step)
+        if what == "of all" and fastest in on_policy:
+            continue
+        label = _format_label(work, fastest)
+        lines += [
+            f"fastest {what}: {label}, {fastest.schedule.step:.3g} s a step",
+            *describe_settings(estimate, work, fastest, gpus, gpu),
+            "",
+        ]
+    return lines
+
+
+def _describe_comparison(
+    work: OnlineWork, plans: list[Plan], gpus: int, rounds: int, price: float | None
+) -> list[str]:
+    header = ["", "training", "rollout", "reward", "unused", "step s", "samples/s", *_BUSY]
+    header += ["staleness", "push GB", "GPU-hours"]
+    if price:
+        header.append("price")
+    return [
+        f"{gpus:,} GPUs colocated, and the best split of them in each mode",
+        *format_table(header, [_format_row(work, plan, gpus, rounds, price) for plan in plans]),
+        (
+            "  Busy: the share of the time in which the workers of a role work. Push: to all"
+            f" rollout nodes, in a step. GPU-hours: of all steps, and of all rounds ({rounds})."
+        ),
+    ]
+
+
 _BUSY = ("training busy", "rollout busy", "reward busy")
 
 
-def _format_plan_row(work: OnlineWork, plan: Plan, gpus: int) -> list[str]:
+def _format_label(work: OnlineWork, plan: Plan) -> str:
+    label = f"{plan.mode} ({work.steps_ahead(plan.mode)} ahead)"
+    return f"colocated {label}" if plan.colocated else label
+
+
+def _format_row(
+    work: OnlineWork, plan: Plan, gpus: int, rounds: int, price: float | None
+) -> list[str]:
     split = plan.split
     schedule = plan.schedule
-    nodes = math.ceil(split.rollout / GPUS_PER_NODE)
-    hours = schedule.step * work.ctx.online_config.steps / 3600
-    return [
-        f"{plan.mode} ({work.steps_ahead(plan.mode)} ahead)",
-        *(f"{count:,}" for count in (*split, gpus - split.num_gpus)),
+    nodes = 0 if plan.colocated else math.ceil(split.rollout / GPUS_PER_NODE)
+    gpu_hours = gpus * schedule.step * work.ctx.online_config.steps * rounds / 3600
+    cells = [
+        _format_label(work, plan),
+        *(f"{count:,}" for count in (*split, gpus - plan.num_gpus)),
         f"{schedule.step:.3g}",
         f"{work.samples / schedule.step:.3g}",
         *(f"{share:.0%}" for share in (schedule.training, schedule.rollout)),
         f"{schedule.reward:.0%}" if split.reward else "-",
         f"{schedule.staleness:.2g}",
         f"{work.pushed * nodes / 1e9:.3g}",
-        f"{hours * gpus:.3g}",
+        f"{gpu_hours:.3g}",
     ]
+    if price:
+        cells.append(f"{gpu_hours * price:,.2f}")
+    return cells
 
 
 def _describe_reward_workers(work: OnlineWork, times: TaskTimes, best: Plan) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from ebbflow.data.model_sizes import (
     BYTES,
@@ -21,8 +22,10 @@ from ebbflow.estimate.work import PNG_BYTES_PER_PIXEL, Work, estimate_work
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.stage import StageContext
 
+Sharding = Literal["full", "hybrid", "replicated"]
 Measure = Callable[[ModelConfig], tuple[ModelSizes, SampleSize]]
 
 
@@ -34,9 +37,9 @@ class Estimate:
         sample: the largest sample that rollouts generate.
         evaluated: a sample as an evaluation generates it.
         trained: number of trained parameters.
-        processes: number of processes per node that train an offline stage.
-        nodes: number of nodes that train an offline stage.
-        hybrid: whether each node has a replica of the model (HSDP) instead of a share of it.
+        processes: number of processes per node that train an offline stage or run a colocated one.
+        nodes: number of nodes of these processes.
+        sharding: ``train_sharding`` of the deployment: over which of them the model is sharded.
         context_parallel: number of those processes that share the tokens of a sample.
         memory: memory of one process, by what it does.
         work: work of each stage, by its label in the first round.
@@ -45,6 +48,8 @@ class Estimate:
         stored: bytes that a whole run leaves in the artifact store, by kind.
         main_memory: bytes of text encoders and VAE, which wait in main memory.
         prompt: bytes of one encoded prompt; each different prompt waits in main memory.
+        embeddings: bytes of all encoded prompts of a stage, the largest one, in files of its
+            machine, if all of its prompts differ.
 
     Example:
         ``ebbflow estimate workflows/recipes/tiny.yaml`` prints these::
@@ -67,8 +72,9 @@ class Estimate:
     stored: dict[str, int]
     main_memory: int
     prompt: int
+    embeddings: int
     nodes: int = 1
-    hybrid: bool = False
+    sharding: Sharding = "full"
     context_parallel: int = 1
 
 
@@ -76,11 +82,11 @@ def estimate_recipe(
     recipe: Recipe,
     processes: int = 2,
     nodes: int = 1,
-    hybrid: bool = False,
+    sharding: Sharding = "full",
     context_parallel: int = 1,
 ) -> Estimate:
     """Return what a recipe needs if ``processes`` processes on each of ``nodes`` nodes train its
-    offline stages.
+    offline stages and run its colocated ones.
 
     Raises:
         SizeError: the base model's sizes are not known.
@@ -93,7 +99,7 @@ def estimate_recipe(
 
     sizes, sample, evaluated = measure_sizes(recipe, measure_model)
     return estimate_from_sizes(
-        recipe, processes, sizes, sample, nodes, hybrid, context_parallel, evaluated
+        recipe, processes, sizes, sample, nodes, sharding, context_parallel, evaluated
     )
 
 
@@ -123,7 +129,7 @@ def estimate_from_sizes(
     sizes: ModelSizes,
     sample: SampleSize,
     nodes: int = 1,
-    hybrid: bool = False,
+    sharding: Sharding = "full",
     context_parallel: int = 1,
     evaluated: SampleSize | None = None,
 ) -> Estimate:
@@ -142,9 +148,8 @@ def estimate_from_sizes(
         for index, stage in enumerate(recipe.stages)
         if stage.kind != "custom"
     ]
-    process_memory = ProcessMemory(
-        recipe, sizes, sample, trained, count_adapted_weights(recipe, sizes)
-    )
+    adapted = count_adapted_weights(recipe, sizes)
+    process_memory = ProcessMemory(recipe, sizes, sample, trained, adapted)
     memory = {
         "text encoding": process_memory.encoding_memory(),
         "evaluation": replace(process_memory, sample=evaluated).evaluation_memory(),
@@ -152,7 +157,7 @@ def estimate_from_sizes(
             process_memory,
             contexts,
             processes * nodes,
-            processes if hybrid else None,
+            {"full": None, "hybrid": processes, "replicated": 1}[sharding],
             context_parallel,
         ),
     }
@@ -174,10 +179,19 @@ def estimate_from_sizes(
         stored=_count_stored_bytes(recipe, sizes, work, evaluations, evaluated),
         main_memory=BYTES[recipe.model.precision] * sizes.text_encoders + 4 * sizes.vae,
         prompt=process_memory.prompt_bytes,
+        embeddings=process_memory.prompt_bytes * max(map(_count_prompts, contexts), default=0),
         nodes=nodes,
-        hybrid=hybrid,
+        sharding=sharding,
         context_parallel=context_parallel,
     )
+
+
+def _count_prompts(ctx: StageContext) -> int:
+    """Return how many prompts a stage encodes in a round, at most."""
+    config = ctx.config
+    if isinstance(config, OnlineStageConfig):
+        return config.steps * config.prompts_per_step
+    return ctx.offline_config.prompts
 
 
 def _count_evaluation_passes(recipe: Recipe, sample: SampleSize) -> int:
@@ -213,7 +227,7 @@ def count_trained_parameters(recipe: Recipe, sizes: ModelSizes) -> int:
         SizeError: no layer has a name of ``policy.targets``.
     """
     policy = recipe.policy
-    linears = _find_trained_layers(recipe, sizes)
+    linears = find_trained_layers(recipe, sizes)
     if policy.train == "lora":
         return count_lora_parameters(
             linears, policy.targets or sizes.lora_targets, policy.rank, policy.dora
@@ -235,12 +249,12 @@ def count_adapted_weights(recipe: Recipe, sizes: ModelSizes) -> int:
     if recipe.policy.train == "full":
         return 0
     adapted = select_adapted_layers(
-        _find_trained_layers(recipe, sizes), recipe.policy.targets or sizes.lora_targets
+        find_trained_layers(recipe, sizes), recipe.policy.targets or sizes.lora_targets
     )
     return sum(inputs * outputs for inputs, outputs in adapted)
 
 
-def _find_trained_layers(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, Shape]:
+def find_trained_layers(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, Shape]:
     """Return the linear layers that ``policy.layers`` names; all of them without it."""
     layers = recipe.policy.layers
     if layers is None:

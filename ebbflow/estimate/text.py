@@ -72,14 +72,16 @@ def _describe_model(estimate: Estimate) -> list[str]:
         )
     processes = f"{estimate.processes}"
     if estimate.nodes > 1:
-        replicas = ", with a replica of the model each" if estimate.hybrid else ""
+        replicas = ", with a replica of the model each" if estimate.sharding == "hybrid" else ""
         processes += f" on each of {estimate.nodes} nodes{replicas}"
+    if estimate.sharding == "replicated":
+        processes += ", with a replica of the model each"
     if estimate.context_parallel > 1:
         processes += f", {estimate.context_parallel} of them for each sample"
     return [
         *lines,
         f"  evaluations of the network for a denoising step: {sample.passes}",
-        f"  processes in the training of an offline stage: {processes}",
+        f"  processes in an offline or a colocated stage: {processes}",
     ]
 
 
@@ -96,6 +98,9 @@ def _describe_memory(estimate: Estimate) -> list[str]:
         ),
         f"  Beside it, in main memory: {estimate.main_memory / GIB:.1f} GiB of text encoders and"
         f" VAE, and {estimate.prompt / 2**20:.2f} MiB for each different prompt.",
+        f"  On the disk of its machine: {estimate.embeddings / GIB:.3g} GiB, the encoded prompts of"
+        " a stage, if all of them differ; refill_rounds, a curriculum and a prompt_filter encode"
+        " all training prompts.",
     ]
     offloaded = max(memory.offloaded for memory in estimate.memory.values())
     if offloaded:
@@ -120,8 +125,8 @@ def _describe_work(estimate: Estimate) -> list[str]:
         " the champion.",
     ]
     # What the numbers above leave out.
-    if any(stage.kind == "offline" and stage.pairs for stage in recipe.stages):
-        lines.append("  Pairs from a file are not counted.")
+    if any(stage.source_files for stage in recipe.stages):
+        lines.append("  Pairs and data from files are not counted.")
     if recipe.branches:
         lines.append("  Branches are evaluated on their own prompts, and counted as if on all.")
     if any(stage.kind == "custom" for stage in recipe.stages):

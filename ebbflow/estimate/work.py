@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbflow.data.model_sizes import BYTES, ModelSizes, SampleSize
-from ebbflow.flow.windows import Plan, count_samples_per_prediction, count_tail_steps
+from ebbflow.flow.windows import (
+    Plan,
+    count_samples_per_prediction,
+    count_states,
+    count_tail_steps,
+    plan_window,
+)
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import resolve_correction
 from ebbflow.stage import StageContext
@@ -108,17 +114,17 @@ def _count_samples_and_updates(ctx: StageContext) -> tuple[int, int, int]:
     """(samples that a stage generates in a round, how often it trains on what it selects, its
     optimiser steps).
 
-    A stage on a file of pairs counts as none: the file is not read.
+    A stage on pairs or data counts as none: they are not read.
     """
     config = ctx.config
     if config.kind == "online":
         samples = config.steps * config.prompts_per_step * config.group_size
         return samples, config.steps, config.steps * config.updates_per_step
     offline = ctx.offline_config
-    samples = 0 if offline.pairs else offline.prompts * offline.group_size
+    samples = offline.prompts * offline.group_size if offline.takes_prompts else 0
     return (
         samples,
-        0 if offline.pairs else offline.epochs,
+        offline.epochs if offline.takes_prompts else 0,
         offline.epochs * max(1, math.ceil(samples / offline.batch_size)),
     )
 
@@ -150,17 +156,25 @@ def count_rows_per_sample(ctx: StageContext) -> int:
     return kind.rows_per_entry(ctx.config.hyper_parameters)
 
 
+def count_recorded_latents(ctx: StageContext) -> int:
+    """Latents of a sample's trajectory: before and after its trained steps, and their means where
+    the loss compares them."""
+    plan = _first_window_plan(ctx)
+    return count_states(plan.trained) + (len(plan.trained) if plan.with_means else 0)
+
+
 def _first_window_plan(ctx: StageContext) -> Plan:
-    plan = ctx.plan_window(0)
+    plan = plan_window(ctx.config, ctx.stage_seed, 0)
     assert plan, "algorithms on trajectories have a window"
     return plan
 
 
 def _average_rows_per_sample(ctx: StageContext) -> float:
     """As ``count_rows_per_sample``; the leaves of a tree share the rows of its nodes."""
-    if ctx.tree is None:
+    config = ctx.config
+    if config.kind != "online" or config.tree is None:
         return count_rows_per_sample(ctx)
-    leaves = dict(enumerate(ctx.noise_sharing))
+    leaves = dict(enumerate(config.noise_sharing))
     return sum(1 / leaves.get(step + 1, 1) for step in _first_window_plan(ctx).trained)
 
 
@@ -171,7 +185,7 @@ def average_denoising_steps(ctx: StageContext) -> float:
     config = ctx.config
     if config.kind != "online" or config.window is None:
         return config.sampler.steps
-    plans = [ctx.plan_window(step) for step in range(config.steps)]
+    plans = [plan_window(config, ctx.stage_seed, step) for step in range(config.steps)]
     return sum(_evaluations_per_sample(ctx, plan) for plan in plans if plan) / config.steps
 
 
@@ -182,7 +196,9 @@ def _evaluations_per_sample(ctx: StageContext, plan: Plan) -> float:
     end = plan.stochastic[-1] + 1
     if plan.tail is not None:
         steps = end + count_tail_steps(steps - end, plan.tail)
-    together = count_samples_per_prediction(ctx.noise_sharing, steps, plan.stochastic, plan.trained)
+    together = count_samples_per_prediction(
+        ctx.config.noise_sharing, steps, plan.stochastic, plan.trained
+    )
     return sum(1 / min(count, ctx.config.micro_batch) for count in together)
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ebbflow.compute import set_up_process
 from ebbflow.data.images import encode_pngs
-from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import build_evaluation_schema, name_statistic_column
-from ebbflow.evaluation.categories import compute_category_means
-from ebbflow.evaluation.distribution import average_per_prompt, summarize_distribution
+from ebbflow.evaluation.distribution import average_per_prompt
+from ebbflow.evaluation.gate_inputs import list_evaluated_prompts, list_repeats
+from ebbflow.evaluation.held_out import summarize_held_out
 from ebbflow.evaluation.image_statistics import (
     compute_image_statistics,
     make_thumbnails,
@@ -26,6 +27,7 @@ from ebbflow.evaluation.image_statistics import (
 )
 from ebbflow.flow.noise import SampleKeys, generate_noise
 from ebbflow.models import Model, load_model, predict
+from ebbflow.models.base import Conditioning
 from ebbflow.models.encoding import Encode, build_prompt_lookup
 from ebbflow.progress import show_progress
 from ebbflow.recipe import Recipe
@@ -34,6 +36,8 @@ from ebbflow.recipe.model import ModelConfig
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import find_finite_rows, generate_samples
 from ebbflow.seeding import Stream, derive_seed
+from ebbflow.storage.artifacts import verify_folder
+from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.tables import nan_to_null, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy
@@ -43,6 +47,9 @@ from ebbflow.training.policy_metadata import (
     require_base,
 )
 
+SAMPLES_PER_LOOK = 2**20
+"""Numbers of a prompt's samples that a look has for itself."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +58,13 @@ class EvaluationError(Exception):
 
 
 def evaluate_folder(
-    recipe: Recipe, base: Path, folder: Path, prompts: Path, label: str, samples: Path
+    recipe: Recipe,
+    base: Path,
+    folder: Path,
+    prompts: Path,
+    label: str,
+    samples: Path,
+    look: int = 0,
 ) -> Evaluation:
     """Evaluate the policy of a folder with the guardrails of the recipe, and all of its rewards
     that score single images.
@@ -65,6 +78,8 @@ def evaluate_folder(
         folder: its policy folder.
         prompts: the prompt table; the training split is left out.
         samples: where the evaluated samples go (``build_evaluation_schema``).
+        look: looks that the gate took at the registered model before this run; each has new noise
+            for the held-out prompts.
 
     Raises:
         ArtifactError: a folder is not what was committed.
@@ -75,18 +90,21 @@ def evaluate_folder(
     metadata = read_policy_metadata(folder)
     require_base(metadata, base, folder)
     require_allowed_code(metadata, folder, (*recipe.plugin_paths, recipe.model.attention))
-    model = load_model(base, recipe.evaluation.evaluated_model(metadata.served_model))
+    model = load_model(
+        base, recipe.evaluation.evaluated_model(metadata.served_model), weights_later=True
+    )
     policy = Policy(model, metadata.config, recipe.seed)
     policy.load_folder(folder)
-    evaluated = [prompt for prompt in read_prompts(prompts) if prompt.split != "train"]
+    evaluated = list_evaluated_prompts(prompts)
     num_texts = sum(
         prompt.split == "held_out" and prompt.target is not None for prompt in evaluated
     )
     # The same prompts judge the champion, so that both sides have the same guardrails.
     scorer = load_scorer(recipe.evaluated_rewards, recipe.select_scorable_guardrails(num_texts))
-    return evaluate_on_prompts(
-        recipe, model, policy, metadata.version, scorer, evaluated, label, samples
+    evaluation = evaluate_on_prompts(
+        recipe, model, policy, metadata.version, scorer, evaluated, label, samples, look
     )
+    return evaluation.model_copy(update={"policy_digest": verify_folder(folder)})
 
 
 def require_same_image_size(recipe: Recipe, champion: Path) -> None:
@@ -96,8 +114,8 @@ def require_same_image_size(recipe: Recipe, champion: Path) -> None:
     Raises:
         EvaluationError: it does not; names both sizes.
     """
-    champion_size = _describe_image_size(read_policy_metadata(champion).served_model)
-    recipe_size = _describe_image_size(recipe.evaluation.evaluated_model(recipe.model))
+    champion_size = describe_image_size(read_policy_metadata(champion).served_model)
+    recipe_size = describe_image_size(recipe.evaluation.evaluated_model(recipe.model))
     if champion_size != recipe_size:
         raise EvaluationError(
             f"champion of {recipe.promotion.model_name!r} generates {champion_size}, this recipe"
@@ -106,7 +124,8 @@ def require_same_image_size(recipe: Recipe, champion: Path) -> None:
         )
 
 
-def _describe_image_size(model: ModelConfig) -> str:
+def describe_image_size(model: ModelConfig) -> str:
+    """Describe how large the images and how long the videos of a model are."""
     height = model.height or "default"
     width = model.width or "default"
     return f"{model.frames} frame(s) of {height} x {width} (height x width)"
@@ -179,12 +198,13 @@ def evaluate_on_prompts(
     prompts: list[Prompt],
     label: str,
     path: Path,
+    look: int = 0,
 ) -> Evaluation:
     """Evaluate on validation and held-out prompts; the samples go to ``path``
     (``build_evaluation_schema``).
 
-    Every prompt has one sample, and the first ``evaluation.repeated_prompts`` held-out prompts have
-    ``evaluation.samples``.
+    Every validation prompt has one sample, and every held-out prompt ``evaluation.samples``, or the
+    first ``evaluation.repeated_prompts`` of them.
 
     Raises:
         EvaluationError: no sample is finite.
@@ -195,18 +215,18 @@ def evaluate_on_prompts(
     # Merged adapters save their products in every pass.
     with policy.merge_adapters():
         first = _generate_and_score(
-            recipe, model, scorer, prompts, [0 for _ in prompts], encode, label, clock
+            recipe, model, scorer, prompts, [0 for _ in prompts], encode, label, clock, look
         )
     samples = first
     # The further samples have micro-batches of their own: the first ones are the same bytes however
     # many there are.
-    repeats = _list_repeats(recipe, prompts)
+    repeats = list_repeats(recipe, prompts)
     if repeats:
         repeated_prompts = [prompt for prompt, _ in repeats]
         indices = [index for _, index in repeats]
         with policy.merge_adapters():
             again = _generate_and_score(
-                recipe, model, scorer, repeated_prompts, indices, encode, label, clock
+                recipe, model, scorer, repeated_prompts, indices, encode, label, clock, look
             )
         samples = _Samples.concatenate([first, again])
     statistics = samples.statistics | _measure_diversity(samples)
@@ -216,6 +236,8 @@ def evaluate_on_prompts(
     # Not with merged adapters: the base model is the policy with its adapters off.
     drift = _measure_drift(recipe, model, policy, prompts, encode, first.latents)
     evaluation = _summarize_samples(samples, statistics, label, version, drift, clock)
+    updated = {"look": look, "samples_digest": sha256_of_file(path)}
+    evaluation = evaluation.model_copy(update=updated)
     logger.info("%s", evaluation)
     return evaluation
 
@@ -231,50 +253,43 @@ def _summarize_samples(
     """Average the samples of the two splits; ``statistics`` are columns of N values."""
     held_out = samples.is_held_out
     columns = {"reward": samples.scores.reward, **samples.scores.metrics}
-    distributions = {}
-    for name, values in columns.items():
-        distribution = summarize_distribution(samples.prompt_ids[held_out], values[held_out])
-        if distribution is not None:
-            distributions[name] = distribution
     return Evaluation(
         label=label,
         policy_version=version,
-        held_out=_average_over_prompts(samples, columns, held_out),
         # Validation prompts have one sample each, so their mean is the mean over prompts.
         validation=average_metrics(samples.scores, ~held_out),
-        coverage=float(np.isfinite(samples.scores.reward[held_out]).mean()),
         velocity_drift=drift,
         seconds=dict(clock.seconds),
         statistics=_average_over_prompts(samples, statistics, held_out),
-        distributions=distributions,
-        categories=compute_category_means(
+        **summarize_held_out(
             [prompt for prompt in samples.prompts if prompt.split == "held_out"],
             {name: values[held_out] for name, values in columns.items()},
         ),
     )
 
 
-def build_evaluation_keys(prompts: list[Prompt], samples: list[int] | None = None) -> SampleKeys:
+def build_evaluation_keys(
+    prompts: list[Prompt], samples: list[int] | None = None, look: int = 0
+) -> SampleKeys:
     """Return the keys of the noise that each sample starts from: it depends on the evaluation's own
-    seed, so every run has the same.
+    seed and on the look, so both sides of a look have the same.
+
+    A champion was chosen for its luck with the noise of its look. With the same noise again, the
+    luck would stay with it, and every later candidate would have to beat that, too.
 
     Args:
         samples: which sample of its prompt each is; default: the first.
+        look: new noise for held-out prompts. Validation prompts, which steer training, keep theirs.
     """
+    numbers = samples or [0 for _ in prompts]
     return SampleKeys(
         derive_seed(0, "evaluation"),
         [prompt.prompt_id for prompt in prompts],
-        samples or [0 for _ in prompts],
+        [
+            number + (SAMPLES_PER_LOOK * look if prompt.split == "held_out" else 0)
+            for prompt, number in zip(prompts, numbers, strict=True)
+        ],
     )
-
-
-def _list_repeats(recipe: Recipe, prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
-    """List the further samples, each as its prompt and its number from one."""
-    held_out = [prompt for prompt in prompts if prompt.split == "held_out"]
-    repeated = held_out[: recipe.evaluation.repeated_prompts]
-    return [
-        (prompt, sample) for prompt in repeated for sample in range(1, recipe.evaluation.samples)
-    ]
 
 
 def _generate_and_score(
@@ -286,6 +301,7 @@ def _generate_and_score(
     encode: Encode,
     label: str,
     clock: Clock,
+    look: int,
 ) -> _Samples:
     """Generate, score and describe the samples in batches: the uncompressed videos of all prompts
     would not fit in memory.
@@ -296,7 +312,7 @@ def _generate_and_score(
     for part in show_progress(f"evaluating {label}", "batch", micro_batches):
         batch = prompts[part]
         with clock.measure_phase("sampling"):
-            keys = build_evaluation_keys(batch, indices[part])
+            keys = build_evaluation_keys(batch, indices[part], look)
             latents = generate_samples(
                 model, encode(batch), keys, sampler, micro_batch=len(batch)
             ).latents
@@ -385,40 +401,42 @@ def _measure_drift(
     Raises:
         EvaluationError: none is finite.
     """
-    keys = build_evaluation_keys(prompts)
-    eps = generate_noise(
-        model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING
-    ).to(clean)
-    # The same points for both: the difference is that of the weights alone.
-    current = _predict_velocities(recipe, model, clean, eps, prompts, encode)
-    with policy.use_copy("reference"):
-        base = _predict_velocities(recipe, model, clean, eps, prompts, encode)
-    squares = (current - base) ** 2
-    if squares.isfinite().all():
-        return float(squares.mean())
-    # Some samples are broken: they are in the table as failures, and the others can be measured.
-    finite = squares[squares.isfinite()]
-    if not finite.numel():
+    total = 0.0
+    num_finite = 0
+    # Summed a micro-batch at a time: velocities of all samples would be larger than the samples.
+    for part in _split_into_micro_batches(recipe, len(clean)):
+        keys = build_evaluation_keys(prompts[part])
+        eps = generate_noise(
+            model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING
+        ).to(clean)
+        conditioning = encode(prompts[part])
+        # The same points for both: the difference is that of the weights alone.
+        current = _predict_velocities(model, clean[part], eps, conditioning)
+        with policy.use_copy("reference"):
+            base = _predict_velocities(model, clean[part], eps, conditioning)
+        squares = (current - base) ** 2
+        # Some samples may be broken: they are in the table as failures, and the others count.
+        finite = squares[squares.isfinite()]
+        total += float(finite.double().sum())
+        num_finite += finite.numel()
+    if not num_finite:
         raise EvaluationError(
             "the policy is not finite on any prompt; go back to the one before it, or lower"
             " optimizer.lr"
         )
-    return float(finite.mean())
+    return total / num_finite
 
 
 def _predict_velocities(
-    recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompts: list[Prompt], encode: Encode
+    model: Model, clean: Tensor, eps: Tensor, conditioning: Conditioning
 ) -> Tensor:
-    """Predict the velocities of noised samples, [len(DRIFT_SIGMAS) * N, ...], on the CPU because
-    those of videos are large.
-    """
-    parts = []
+    """Predict the velocities of noised samples, [len(DRIFT_SIGMAS), N, ...]."""
+    velocities = []
     for sigma in DRIFT_SIGMAS:
         noisy = (1 - sigma) * clean + sigma * eps
-        for part in _split_into_micro_batches(recipe, len(clean)):
-            level = torch.full((len(noisy[part]),), sigma, device=clean.device)
-            parts.append(predict(model, noisy[part], level, encode(prompts[part])).cpu())
-    return torch.cat(parts)
+        level = torch.full((len(noisy),), sigma, device=clean.device)
+        velocities.append(predict(model, noisy, level, conditioning))
+    return torch.stack(velocities)
 
 
 def average_metrics(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[str, float]:

@@ -1,13 +1,19 @@
 """The gate: it decides whether the candidate replaces the champion. Every rule gives its reason,
 whether it passes or fails.
 
-1. Coverage: both sides scored all held-out samples.
-2. Target: the confidence interval of the reward's paired difference lies above zero.
-3. Guardrails: no guardrail metric fell by more than its tolerance (a share of the spread of the
-   champion's prompts, unless the recipe states it on the metric's own scale), failed on more than
-   the allowed share of the samples of a side, or failed more often on the candidate than on the
-   champion.
-4. Statistics: every image statistic provably moved by less than its margin
+1. Number: both sides scored at least ``MIN_PROMPTS`` held-out prompts.
+2. Coverage: both sides scored all held-out samples.
+3. Target: the test of "the reward did not rise" (``mean_test``) rejects at what the look may spend
+   of the registered model's error budget (``look``), also if a prompt that was not seen may fall
+   as far as scores can.
+4. Guardrails: every guardrail metric provably fell by less than its tolerance (a share of the
+   spread of the champion's prompts, unless the recipe states it on the metric's own scale), failed
+   on no more than the allowed share of the samples of a side, and no more often on the candidate
+   than on the champion.
+5. Anchor: the reward and the guardrails provably lie less than the cumulative tolerance below the
+   last version that a person approved, or the base model. Many small falls, each within its
+   tolerance, add up.
+6. Statistics: every image statistic provably moved by less than its margin
    (``ebbflow.evaluation.non_inferiority``).
 """
 
@@ -21,25 +27,29 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbflow.data.records import Comparison, Evaluation, GateDecision
+from ebbflow.data.records import Comparison, Evaluation, GateDecision, Look
 from ebbflow.data.schema import KEY
+from ebbflow.data.twins import digest_held_out
+from ebbflow.evaluation.look import compute_lowest_reward
 from ebbflow.evaluation.non_inferiority import StatisticFinding, check_statistics
 from ebbflow.evaluation.statistics import (
     average_over_prompts,
     compare_metric,
+    compute_disaster_p_values,
+    compute_fall_p_values,
+    compute_gain_p_values,
     pair_held_out_samples,
 )
+from ebbflow.evaluation.tolerance import compute_anchor_tolerance, compute_tolerance
 from ebbflow.formatting import format_difference, format_number
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import NO_TARGET
 
 TARGET = "reward"
 REFUSED = "Refused: "
 """How the reason of a failed rule begins."""
-ROUNDING = 1e-9
-"""Slack in floating point, so that a fall of exactly the tolerance is allowed."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -50,29 +60,60 @@ class _Finding(NamedTuple):
     reason: str
 
 
+class Anchor(NamedTuple):
+    """What the candidate is compared with besides the champion.
+
+    Attributes:
+        label: such as ``version 3, which a person approved``.
+        samples: of its evaluation on the same held-out prompts and noise.
+    """
+
+    label: str
+    samples: pa.Table
+
+
 def decide_by_gate(
     recipe: Recipe,
     candidate: Evaluation,
     champion: Evaluation,
     candidate_samples: pa.Table,
     champion_samples: pa.Table,
+    *,
+    look: Look | None = None,
+    anchor: Anchor | None = None,
+    promoted_reward: float | None = None,
 ) -> GateDecision:
     """Compare a candidate with the champion by the recipe's rules.
 
     Args:
-        recipe: guardrails, tolerance, confidence, resamples and the seed of the bootstrap.
+        recipe: guardrails, tolerances and confidence.
         candidate, champion: evaluations on the same held-out prompts and noise.
         candidate_samples, champion_samples: the samples behind them (``evaluation_schema``).
+        look: what the decision may spend of the error budget; None for a branch, which decides at
+            ``evaluation.confidence``.
+        anchor: None where it is the champion itself.
+        promoted_reward: the champion's reward in the look that promoted it.
 
     Raises:
         ValueError: fewer than two held-out prompts have a reward on both sides.
     """
     # All rules are checked even where the first fails: a person reads all reasons at once.
-    target = _compare_metric(recipe, TARGET, candidate_samples, champion_samples)
+    lowest = compute_lowest_reward(recipe, candidate_samples.column_names)
+    error = look.error if look else (1 - recipe.evaluation.confidence) / 2
+    target = _compare_target(recipe, candidate_samples, champion_samples, lowest)
     coverage, covered = _compute_coverage(candidate, champion, candidate_samples, champion_samples)
     guardrails, guarded = _check_guardrails(recipe, candidate_samples, champion_samples)
+    anchored, tied = _check_anchor(recipe, candidate_samples, anchor)
     tested = check_statistics(recipe, candidate_samples, champion_samples)
-    findings = [covered, _check_target(recipe, target), *guarded, *_check_statistics(tested)]
+    findings = [
+        *_check_number_of_prompts(target),
+        covered,
+        _check_target(recipe, target, look, promoted_reward),
+        _check_disasters(target, error, lowest),
+        *guarded,
+        *tied,
+        *_check_statistics(tested),
+    ]
     decision = GateDecision(
         promote=all(finding.passed for finding in findings),
         candidate=candidate.label,
@@ -80,11 +121,22 @@ def decide_by_gate(
         target=target,
         guardrails=guardrails,
         statistics=[finding.comparison for finding in tested if finding.comparison],
+        look=look,
+        anchor=anchor.label if anchor else None,
+        anchored=anchored,
+        promoted_reward=promoted_reward,
         coverage=coverage,
+        held_out_digest=digest_held_out(candidate_samples),
+        reward_weights=candidate.reward_weights,
         reasons=[
             finding.reason if finding.passed else REFUSED + finding.reason for finding in findings
         ],
     )
+    _log_decision(decision)
+    return decision
+
+
+def _log_decision(decision: GateDecision) -> None:
     logger.info(
         "gate: %s %s over %s",
         "promote" if decision.promote else "do not promote",
@@ -93,22 +145,34 @@ def decide_by_gate(
     )
     for reason in decision.reasons:
         logger.info("gate: %s", reason)
-    return decision
 
 
-def _compare_metric(
-    recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
+def _compare_target(
+    recipe: Recipe, candidate: pa.Table, champion: pa.Table, lowest: float | None
 ) -> Comparison:
-    """Compare a metric with the recipe's resamples, confidence and seed."""
-    rule = recipe.evaluation
-    return compare_metric(
-        metric,
-        candidate,
-        champion,
-        resamples=rule.resamples,
-        confidence=rule.confidence,
-        seed=recipe.seed,
+    """Compare the reward, and test whether it rose."""
+    means = average_over_prompts(TARGET, candidate, champion)
+    sides = means["candidate"].to_numpy(), means["champion"].to_numpy()
+    p_values = {
+        "p_value": float(compute_gain_p_values(*sides)),
+        "disaster_p_value": float(compute_disaster_p_values(*sides, lowest)),
+    }
+    comparison = compare_metric(
+        TARGET, candidate, champion, confidence=recipe.evaluation.confidence
     )
+    return comparison.model_copy(update=p_values)
+
+
+def _check_number_of_prompts(target: Comparison) -> list[_Finding]:
+    """Check that there are enough prompts for the tests to hold; no finding where there are."""
+    if target.prompts >= MIN_PROMPTS:
+        return []
+    reason = (
+        f"Too few held-out prompts to decide on: both sides scored {target.prompts}, and the tests"
+        f" hold for {MIN_PROMPTS} and more; raise prompts.held_out (for the gate of a branch,"
+        " prompts.validation)."
+    )
+    return [_Finding(False, reason)]
 
 
 def _compute_coverage(
@@ -140,22 +204,59 @@ def _compute_coverage(
     )
 
 
-def _check_target(recipe: Recipe, target: Comparison) -> _Finding:
-    """Check that the reward's interval lies above zero."""
-    interval = (
-        f"{recipe.evaluation.confidence:.0%} interval [{format_difference(target.low)},"
-        f" {format_difference(target.high)}]"
-    )
-    moved = f"The reward went {_describe_change(target)}"
-    if target.low > 0:
-        return _Finding(
-            True, f"{moved}; its {interval} over {target.prompts} prompts lies above zero."
+def _check_target(
+    recipe: Recipe, target: Comparison, look: Look | None, promoted_reward: float | None
+) -> _Finding:
+    """Check that the reward provably rose, at the error that the look may spend."""
+    error = look.error if look else (1 - recipe.evaluation.confidence) / 2
+    p_value = 1.0 if target.p_value is None else target.p_value
+    passed = p_value < error
+    proof = "below" if passed else "not below"
+    share = f"{proof} {format_number(error)}"
+    if look:
+        share += (
+            f", the share of look {look.number} in the error budget of the model (spent with it:"
+            f" {format_number(look.spent)} of {look.budget:g} in 365 days)"
         )
-    return _Finding(
-        False,
-        f"{moved}; its {interval} over {target.prompts} prompts does not lie above zero: no proven"
-        " gain.",
-    )
+    sentences = [
+        f"The reward went {_describe_change(target)}; p = {format_number(p_value)} over"
+        f" {target.prompts} prompts, {share}: {'a' if passed else 'no'} proven gain."
+    ]
+    looks_per_year = recipe.promotion.looks_per_year
+    even_share = recipe.promotion.error_budget / looks_per_year
+    # The last of the year's looks has half of what is left, and the ones after it less and less.
+    is_spent = look is not None and look.spent - look.error > look.budget - 0.75 * even_share
+    if not passed and is_spent:
+        sentences.append(
+            f"The error budget is spent: promotion.looks_per_year = {looks_per_year} runs or more"
+            " looked in 365 days, and the oldest looks have to become older than that. Until then a"
+            " person can promote a version with `ebbflow rollback RECIPE --to VERSION`, or raise"
+            " promotion.error_budget with `ebbflow gate-policy RECIPE --set --reason ...`; set"
+            " looks_per_year to the number of runs that you start in a year."
+        )
+    if promoted_reward is not None:
+        luck = promoted_reward - target.champion
+        sentences.append(
+            f"The champion scored {format_number(promoted_reward)} in the look that promoted it,"
+            f" {format_difference(luck)} to its new samples: the luck of having been chosen."
+        )
+    return _Finding(passed, " ".join(sentences))
+
+
+def _check_disasters(target: Comparison, error: float, lowest: float | None) -> _Finding:
+    """Check that the gain does not rest on the luck of prompts without a disaster."""
+    p_value = 1.0 if target.disaster_p_value is None else target.disaster_p_value
+    passed = p_value < error
+    fall = f"to {format_number(lowest)}" if lowest is not None else "by the range of all scores"
+    if passed:
+        verdict = f"the gain would hold (p = {format_number(p_value)})."
+    else:
+        verdict = (
+            f"the gain would not be proven (p = {format_number(p_value)}, needed:"
+            f" {format_number(error)}); more held-out prompts can show it, or rewards.lowest where"
+            " that is higher."
+        )
+    return _Finding(passed, f"If the score of a prompt that was not seen fell {fall}, {verdict}")
 
 
 def _check_guardrails(
@@ -179,14 +280,16 @@ def _check_guardrails(
         on_candidate = guardrail in candidate.column_names
         on_champion = guardrail in champion.column_names
 
-        # A guardrail whose library is not installed is missing on both sides: the run has warned.
-        # So is a default one that finds no text to read in the prompts: ``check`` has said so.
+        # Nobody asked for a default guardrail that cannot run here or finds nothing to read: the
+        # run has warned. One that the recipe names is a condition that was not met, and so is one
+        # of the model's gate policy (``pinned_policy``).
         if not on_candidate and not on_champion:
-            reason = (
-                f"Guardrail {guardrail} was measured on neither side (not installed, or nothing to"
-                " read): ignored."
-            )
-            findings.append(_Finding(True, reason))
+            missing = f"Guardrail {guardrail} was measured on neither side (not installed, or"
+            if recipe.has_default_guardrails:
+                reason = f"{missing} nothing to read); the recipe does not name it."
+            else:
+                reason = f"{missing} nothing to read); install it, or remove it from the recipe."
+            findings.append(_Finding(recipe.has_default_guardrails, reason))
             continue
 
         # On one side alone there is nothing to compare, and a candidate must not pass by that.
@@ -204,9 +307,10 @@ def _check_guardrails(
             findings.append(_Finding(False, reason))
             continue
 
-        comparison, finding = _check_guardrail(recipe, guardrail, candidate, champion)
+        tolerance, unit = compute_tolerance(recipe, guardrail, candidate, champion)
+        comparison = _compare_fall(recipe, guardrail, candidate, champion, tolerance)
         comparisons.append(comparison)
-        findings.append(finding)
+        findings.append(_judge_fall(recipe, f"Guardrail {guardrail}", comparison, unit))
     return comparisons, findings
 
 
@@ -239,12 +343,12 @@ def _explain_failures(
         return f"{failed}, more than max_failed_share = {recipe.max_failed_share:.1%} allows"
     if candidate_failures > champion_failures:
         return f"{failed}: it fails more often on the candidate"
-    # The interval needs two prompts (compute_paired_bootstrap).
     scored = asked[np.isfinite(asked[["candidate", "champion"]]).all(axis=1)]
     common = scored["prompt_id"].nunique()
-    if common < 2:
+    if common < MIN_PROMPTS:
         return (
-            f"Guardrail {metric} scored {common} held-out prompts on both sides, too few to compare"
+            f"Guardrail {metric} scored {common} held-out prompts on both sides, too few to rule a"
+            f" fall out ({MIN_PROMPTS} are needed)"
         )
     return None
 
@@ -261,46 +365,82 @@ def _list_keys_without_text(metric: str, samples: pa.Table) -> set[tuple[int, in
     return {(row[KEY[0]], row[KEY[1]]) for row in silent if says_so.search(row["failure"] or "")}
 
 
-def _check_guardrail(
-    recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
-) -> tuple[Comparison, _Finding]:
-    """Check that a guardrail's mean did not fall by more than its tolerance."""
-    tolerance, unit = _compute_tolerance(recipe, metric, candidate, champion)
-    guardrail = _compare_metric(recipe, metric, candidate, champion).model_copy(
-        update={"tolerance": tolerance}
+def _compare_fall(
+    recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table, tolerance: float
+) -> Comparison:
+    """Compare a metric, and test whether its mean fell by the tolerance or more."""
+    means = average_over_prompts(metric, candidate, champion)
+    p_value = compute_fall_p_values(
+        means["candidate"].to_numpy(), means["champion"].to_numpy(), np.asarray(tolerance)
     )
-    # The mean and not the interval: a guardrail is no proof of harmlessness, and with few prompts
-    # an interval would refuse every candidate.
-    passed = guardrail.difference >= -tolerance - ROUNDING * max(1.0, tolerance)
-    place = "within" if passed else "beyond"
+    comparison = compare_metric(
+        metric, candidate, champion, confidence=recipe.evaluation.confidence
+    )
+    return comparison.model_copy(update={"tolerance": tolerance, "p_value": float(p_value)})
+
+
+def _judge_fall(recipe: Recipe, name: str, comparison: Comparison, unit: str) -> _Finding:
+    """Check that a metric provably fell by less than its tolerance.
+
+    Each at the full error: a candidate passes only if all of its tests reject (an
+    intersection-union test: Berger, Technometrics 24, 1982), so more of them need no correction.
+    """
+    error = (1 - recipe.evaluation.confidence) / 2
+    p_value = 1.0 if comparison.p_value is None else comparison.p_value
+    passed = p_value < error
+    ruled_out = "is ruled out" if passed else "is not ruled out"
     reason = (
-        f"Guardrail {metric} went {_describe_change(guardrail)} over {guardrail.prompts} prompts,"
-        f" {place} the allowed fall of {unit}."
+        f"{name} went {_describe_change(comparison)} over {comparison.prompts} prompts; a fall of"
+        f" {unit} or more {ruled_out} (p = {format_number(p_value)}, needed: {error:g})."
     )
-    return guardrail, _Finding(passed, reason)
+    return _Finding(passed, reason)
 
 
-def _compute_tolerance(
-    recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
-) -> tuple[float, str]:
-    """Compute how far a guardrail may fall on the scale of its scores, and how a reason says so."""
-    rule = recipe.promotion.guardrail_tolerance
-    absolute = rule.absolute.get(metric)
-    if absolute is not None:
-        return absolute, format_number(absolute)
-    # In standard deviations of the champion's prompts, since guardrails have many scales: a cosine,
-    # a logit, a share of exact readings.
-    share = rule.standard_deviations.get(metric, rule.default)
-    spread = float(average_over_prompts(metric, candidate, champion)["champion"].std())
-    if spread <= ROUNDING:
-        reason = (
-            "0 (the champion's prompts all score the same;"
-            " promotion.guardrail_tolerance.absolute can state more)"
-        )
-        return 0.0, reason
-    tolerance = share * spread
-    reason = f"{format_number(tolerance)} ({share:g} standard deviations of the champion's prompts)"
-    return tolerance, reason
+def _check_anchor(
+    recipe: Recipe, candidate: pa.Table, anchor: Anchor | None
+) -> tuple[list[Comparison], list[_Finding]]:
+    """Compare the reward and every guardrail with the anchor, and judge how far they fell in all.
+
+    A guardrail that the anchor or the candidate lacks is judged against the champion alone.
+    """
+    share = recipe.promotion.anchor_tolerance
+    if anchor is None or share is None:
+        return [], []
+    comparisons = []
+    findings = []
+    columns: dict[str, RewardConfig | None] = {TARGET: None}
+    columns |= {config.column: config for config in recipe.guardrails}
+    for metric, config in columns.items():
+        if metric not in candidate.column_names or metric not in anchor.samples.column_names:
+            continue
+        sides = (candidate, anchor.samples)
+        if config is not None:
+            sides = (_select_rows(config, candidate), _select_rows(config, anchor.samples))
+        name = "The reward" if metric == TARGET else f"Guardrail {metric}"
+        name = f"{name} against the anchor, {anchor.label},"
+        pairs = pair_held_out_samples(metric, *sides)
+        scored = pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]
+        common = scored["prompt_id"].nunique()
+        if common < MIN_PROMPTS:
+            reason = (
+                f"{name} was scored on {common} held-out prompts of both, too few to rule a fall"
+                f" out ({MIN_PROMPTS} are needed); see the column 'failure' of the samples."
+            )
+            findings.append(_Finding(False, reason))
+            continue
+        tolerance, unit = compute_anchor_tolerance(recipe, metric, share, *sides)
+        comparison = _compare_fall(recipe, metric, *sides, tolerance)
+        comparisons.append(comparison)
+        finding = _judge_fall(recipe, name, comparison, unit)
+        if not finding.passed:
+            reason = (
+                f"{finding.reason} The cumulative tolerance (promotion.anchor_tolerance) is used"
+                " up: look at the pictures of both; `ebbflow rollback RECIPE --to VERSION` makes a"
+                " version champion and the new anchor."
+            )
+            finding = _Finding(False, reason)
+        findings.append(finding)
+    return comparisons, findings
 
 
 def _describe_change(one: Comparison) -> str:

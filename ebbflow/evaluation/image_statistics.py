@@ -9,7 +9,7 @@ the champion's (``ebbflow.evaluation.non_inferiority``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import cv2
 import numpy as np
@@ -28,9 +28,17 @@ TEXT_GAP = 9
 """Pixels across which letters join to a line."""
 TEXT_FILL = 0.45
 """Share of its box that a line of text fills at least."""
+PAIRS_AT_ONCE = 2**22
+"""Pairs of pictures that are compared in one product: 32 MiB of distances."""
 
-Statistic = Callable[[np.ndarray], float]
-"""From one image, uint8 RGB [height, width, 3], to a number."""
+STATISTICS = (
+    "entropy",
+    "edge_density",
+    "brightness",
+    "saturation",
+    "sharpness",
+    "text_likeness",
+)
 
 
 def compute_image_statistics(pictures: np.ndarray) -> dict[str, np.ndarray]:
@@ -40,62 +48,56 @@ def compute_image_statistics(pictures: np.ndarray) -> dict[str, np.ndarray]:
         pictures: uint8 RGB images [N, height, width, 3], or videos [N, frames, height, width, 3]:
             the mean over the frames that rewards score.
     """
-    videos = pictures if pictures.ndim == 5 else pictures[:, None]  # an image is a video of a frame
-    # The frames that rewards see: others may change freely without a hacked reward.
-    frames = select_scored_frames(videos.shape[1])
-    columns = {}
-    for name, statistic in STATISTICS.items():
-        means = [np.mean([statistic(frame) for frame in video[frames]]) for video in videos]
-        columns[name] = np.array(means, np.float64)
-    return columns
+    if pictures.ndim == 4:
+        rows = [measure_image(image) for image in pictures]
+    else:
+        # The frames that rewards see: others may change freely without a hacked reward.
+        frames = select_scored_frames(pictures.shape[1])
+        rows = []
+        for video in pictures:
+            measured = zip(*map(measure_image, video[frames]), strict=True)  # by statistic
+            rows.append(tuple(float(np.mean(values)) for values in measured))
+    columns = np.array(rows, np.float64).reshape(-1, len(STATISTICS)).T
+    return dict(zip(STATISTICS, np.ascontiguousarray(columns), strict=True))
 
 
-def measure_entropy(image: np.ndarray) -> float:
-    """Measure the Shannon entropy of the grey levels as a share of 8 bits, 0 to 1 (Gonzalez and
-    Woods, Digital Image Processing, ch. 8).
+def measure_image(image: np.ndarray) -> tuple[float, ...]:
+    """Measure the ``STATISTICS`` of one image, uint8 RGB [height, width, 3].
+
+    - entropy: Shannon entropy of the grey levels as a share of 8 bits, 0 to 1 (Gonzalez and Woods,
+      Digital Image Processing, ch. 8);
+    - edge_density: share of the pixels whose Sobel gradient is steeper than ``EDGE`` grey levels
+      per pixel;
+    - brightness: mean luma, 0 (black) to 1 (white);
+    - saturation: mean saturation of HSV, 0 (grey) to 1;
+    - sharpness: standard deviation of the Laplacian, in units of the grey range: small for blur,
+      large for grain. The variance is the measure of focus of Pech-Pacheco et al., Diatom
+      autofocusing in brightfield microscopy (ICPR 2000);
+    - text_likeness: ``measure_text_likeness``.
     """
-    counts = np.bincount(_convert_to_grey(image).ravel(), minlength=256)
+    grey = np.asarray(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY))
+    counts = np.bincount(grey.ravel(), minlength=256)
     shares = counts[counts > 0] / counts.sum()  # 0 log 0 is 0
-    return float(-(shares * np.log2(shares)).sum() / 8)
+    entropy = float(-(shares * np.log2(shares)).sum() / 8)
 
-
-def measure_edge_density(image: np.ndarray) -> float:
-    """Measure the share of the pixels whose Sobel gradient is steeper than ``EDGE`` grey levels per
-    pixel.
-    """
-    grey = _convert_to_grey(image).astype(np.float32)
     # The 3 x 3 kernel weighs a step of one grey level per pixel by 8.
-    across = cv2.Sobel(grey, cv2.CV_32F, 1, 0, scale=1 / 8)
-    down = cv2.Sobel(grey, cv2.CV_32F, 0, 1, scale=1 / 8)
-    return float((np.hypot(across, down) > EDGE).mean())
+    levels = grey.astype(np.float32)
+    across = cv2.Sobel(levels, cv2.CV_32F, 1, 0, scale=1 / 8)
+    down = cv2.Sobel(levels, cv2.CV_32F, 0, 1, scale=1 / 8)
+    edge_density = float((np.hypot(across, down) > EDGE).mean())
+
+    brightness = float(grey.mean() / 255)
+    saturation = float(cv2.cvtColor(image, cv2.COLOR_RGB2HSV)[..., 1].mean() / 255)
+    sharpness = float(cv2.Laplacian(grey, cv2.CV_32F).std() / 255)
+    text_likeness = measure_text_likeness(grey)
+    return entropy, edge_density, brightness, saturation, sharpness, text_likeness
 
 
-def measure_brightness(image: np.ndarray) -> float:
-    """Measure the mean luma, 0 (black) to 1 (white)."""
-    return float(_convert_to_grey(image).mean() / 255)
-
-
-def measure_saturation(image: np.ndarray) -> float:
-    """Measure the mean saturation of HSV, 0 (grey) to 1."""
-    return float(cv2.cvtColor(image, cv2.COLOR_RGB2HSV)[..., 1].mean() / 255)
-
-
-def measure_sharpness(image: np.ndarray) -> float:
-    """Measure the standard deviation of the Laplacian, in units of the grey range: small for blur,
-    large for grain.
-
-    The variance is the measure of focus of Pech-Pacheco et al., Diatom autofocusing in brightfield
-    microscopy (ICPR 2000).
-    """
-    return float(cv2.Laplacian(_convert_to_grey(image), cv2.CV_32F).std() / 255)
-
-
-def measure_text_likeness(image: np.ndarray) -> float:
-    """Measure the share of the image inside boxes that look like lines of text: wide, filled, of
-    strong and close edges.
+def measure_text_likeness(grey: np.ndarray) -> float:
+    """Measure the share of an image, uint8 [height, width], inside boxes that look like lines of
+    text: wide, filled, of strong and close edges.
     """
     # The outlines of strokes: the morphological gradient, dilation minus erosion.
-    grey = _convert_to_grey(image)
     disc = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (3, 3))
     gradient = cv2.morphologyEx(grey, cv2.MORPH_GRADIENT, disc)
 
@@ -115,16 +117,6 @@ def measure_text_likeness(image: np.ndarray) -> float:
     filled = boxes[:, cv2.CC_STAT_AREA]
     text = (height >= TEXT_HEIGHT) & (width > height) & (filled > TEXT_FILL * width * height)
     return float((width * height)[text].sum() / gradient.size)
-
-
-STATISTICS: dict[str, Statistic] = {
-    "entropy": measure_entropy,
-    "edge_density": measure_edge_density,
-    "brightness": measure_brightness,
-    "saturation": measure_saturation,
-    "sharpness": measure_sharpness,
-    "text_likeness": measure_text_likeness,
-}
 
 
 def create_missing_statistics(count: int) -> dict[str, np.ndarray]:
@@ -181,12 +173,14 @@ def measure_diversity_within(prompt_ids: Sequence[int], points: np.ndarray) -> n
     ids = np.asarray(prompt_ids)
     flat = points.reshape(len(points), -1).astype(np.float64)
     values = np.full(len(ids), np.nan)
-    for prompt in np.unique(ids):
-        (rows,) = np.nonzero(ids == prompt)
+    order = np.argsort(ids, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(ids[order])) + 1):
         if len(rows) > 1:
-            # [S, S] for the S samples of a prompt, 0 on the diagonal, hence S - 1.
-            distances = np.sqrt(((flat[rows, None] - flat[None, rows]) ** 2).mean(axis=2))
-            values[rows] = distances.sum(axis=1) / (len(rows) - 1)
+            group = flat[rows]  # [S, D] for the S samples of a prompt
+            # Row by row: all pairs at once would be [S, S, D].
+            for row in rows:
+                distances = np.sqrt(((flat[row] - group) ** 2).mean(axis=1))
+                values[row] = distances.sum() / (len(rows) - 1)  # 0 to itself, hence S - 1
     return values
 
 
@@ -197,16 +191,18 @@ def measure_diversity_across(points: np.ndarray) -> np.ndarray:
     # The nearest and not the mean: a policy that collapsed to a few pictures keeps their mean
     # distance.
     flat = points.astype(np.float64)
-    values = np.full(len(flat), np.nan)
-    if len(flat) < 2:
-        return values
-    # Row by row: all pairs at once would be [N, N, D].
-    for index in range(len(flat)):
-        squares = ((flat - flat[index]) ** 2).mean(axis=1)
-        squares[index] = np.inf
-        values[index] = np.sqrt(squares.min())
-    return values
-
-
-def _convert_to_grey(image: np.ndarray) -> np.ndarray:
-    return np.asarray(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY))
+    count = len(flat)
+    if count < 2:
+        return np.full(count, np.nan)
+    norms = (flat**2).sum(axis=1)
+    nearest = np.empty(count, np.int64)
+    rows_at_once = max(1, PAIRS_AT_ONCE // count)
+    for start in range(0, count, rows_at_once):
+        rows = np.arange(start, min(start + rows_at_once, count))
+        # |a - b|^2 = |a|^2 + |b|^2 - 2 ab, whose first term is the same for all b: [B, N].
+        ranks = norms - 2 * (flat[rows] @ flat.T)
+        ranks[rows - start, rows] = np.inf
+        nearest[rows] = ranks.argmin(axis=1)
+    # The products only choose the pair: where two pictures are almost equal, they cancel.
+    distances: np.ndarray = np.sqrt(((flat - flat[nearest]) ** 2).mean(axis=1))
+    return distances

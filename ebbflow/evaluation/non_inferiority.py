@@ -159,9 +159,7 @@ def _build_finding(
         name_statistic_column(tested.statistic),
         candidate,
         champion,
-        resamples=rule.resamples,
         confidence=rule.confidence,
-        seed=recipe.seed,
     ).model_copy(update={"metric": tested.statistic})
     moved = (
         f"Statistic {tested.statistic} went from {format_number(comparison.champion)} to"

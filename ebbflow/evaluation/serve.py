@@ -20,7 +20,7 @@ from ebbflow.models import Model, ModelError, load_model
 from ebbflow.models.base import device_of
 from ebbflow.models.encoding import Embeddings, embed_prompts
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.rollouts.generate import generate_samples
+from ebbflow.rollouts.generate import find_finite_rows, generate_samples
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (
     ALLOW_CODE,
@@ -163,7 +163,9 @@ def _generate_pass(
     rollouts = generate_samples(model, conditioning, keys, sampler, micro_batch=len(seeds))
     images = encode_pngs(model.decode_latents(rollouts.latents))
     unguided = conditioning.negative is None
-    for prompt, image, finite in zip(prompts, images, rollouts.finite_samples, strict=True):
+    for prompt, image, finite in zip(
+        prompts, images, find_finite_rows(rollouts.latents), strict=True
+    ):
         if finite:
             yield GeneratedImage(image, warning=_collect_warnings(model, prompt, unguided))
         else:

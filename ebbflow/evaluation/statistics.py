@@ -16,29 +16,96 @@ import pyarrow.compute as pc
 
 from ebbflow.data.records import Comparison
 from ebbflow.data.schema import KEY
+from ebbflow.evaluation.mean_test import compute_lower_bounds, compute_p_values
 
 DRAWS_PER_CHUNK = 4_000_000
 """Bootstrap draws in memory at a time (32 MB)."""
 
 
-def compute_paired_bootstrap(
-    candidate: np.ndarray, champion: np.ndarray, resamples: int, confidence: float, seed: int
+def compute_gain_p_values(candidate: np.ndarray, champion: np.ndarray) -> np.ndarray:
+    """Compute the p-values of "the candidate's mean is at or below the champion's", where no prompt
+    that was not seen falls further than the worst one seen.
+
+    Args:
+        candidate, champion: [..., n] scores of the same prompts.
+
+    Returns:
+        [...].
+    """
+    differences = candidate - champion
+    return compute_p_values(differences, np.minimum(differences.min(axis=-1), 0.0))
+
+
+def compute_disaster_p_values(
+    candidate: np.ndarray, champion: np.ndarray, lowest: float | None
+) -> np.ndarray:
+    """Compute the p-values of "the candidate's mean is at or below the champion's", where a prompt
+    that was not seen may fall as far as scores can.
+
+    Where the lowest possible score is known, that is from the champion's mean down to it; where it
+    is not, the whole range of the scores that both sides got.
+
+    Example:
+        candidate = [.8, .6, .9], champion = [.5, .6, .4]: by .5 where scores cannot be below 0, the
+        champion's mean, and by .9 - .4 = .5 where nothing is known.
+
+    Args:
+        candidate, champion: [..., n] scores of the same prompts.
+        lowest: the lowest possible score; None where it is unknown.
+
+    Returns:
+        [...].
+    """
+    if lowest is None:
+        top = np.maximum(candidate.max(axis=-1), champion.max(axis=-1))
+        bottom = np.minimum(candidate.min(axis=-1), champion.min(axis=-1))
+        worst = bottom - top
+    else:
+        worst = lowest - champion.mean(axis=-1)
+    differences = candidate - champion
+    return compute_p_values(differences, np.minimum(worst, differences.min(axis=-1)))
+
+
+def compute_fall_p_values(
+    candidate: np.ndarray, champion: np.ndarray, tolerance: np.ndarray
+) -> np.ndarray:
+    """Compute the p-values of "the candidate's mean is below the champion's by the tolerance or
+    more": the test of non-inferiority.
+
+    The prompt that nobody has seen falls as far as the worst one seen: a guardrail cannot show
+    disasters that happened on none of its prompts, which is what the reward's test is for.
+
+    Args:
+        candidate, champion: [..., n] scores of the same prompts.
+        tolerance: [...], how far the mean may fall.
+
+    Returns:
+        [...]; 0 where no prompt fell at all.
+    """
+    differences = candidate - champion
+    values = differences + tolerance[..., None]
+    worst = values.min(axis=-1)
+    p_values = compute_p_values(values, worst)
+    # Also with a tolerance of 0, as where all of the champion's prompts score the same.
+    return np.where(differences.min(axis=-1) >= 0, 0.0, p_values)
+
+
+def compute_paired_interval(
+    candidate: np.ndarray, champion: np.ndarray, confidence: float
 ) -> tuple[float, float, float]:
-    """Compute the mean difference ``candidate - champion`` over prompts and its bootstrap interval.
+    """Compute the mean difference ``candidate - champion`` over prompts and its confidence
+    interval.
 
     Example:
         candidate = [.8, .6, .9, .7] and champion = [.5, .6, .4, .6] have the differences [.3, 0.,
-        .5, .1], whose mean is .225; the interval at .95 is about [.02, .43].
+        .5, .1], whose mean is .225.
 
-    The percentile interval, widened about the mean by sqrt(n / (n - 1)): the plug-in variance of n
-    prompts is too small by that factor (Efron and Tibshirani, An Introduction to the Bootstrap,
-    1993, ch. 5).
+    Each end is the one-sided bound of ``mean_test``, where no prompt that was not seen lies beyond
+    those seen.
 
     Args:
         candidate, champion: one finite value per prompt, in the same order, at least two.
-        resamples: bootstrap samples.
         confidence: share of the interval, such as .95.
-        seed: the same seed gives the same interval.
 
     Returns:
         ``(difference, low, high)``.
@@ -46,12 +113,14 @@ def compute_paired_bootstrap(
     Raises:
         ValueError: the vectors differ in shape, have fewer than 2 values or any that is not finite.
     """
+    candidate = np.asarray(candidate, np.float64)
+    champion = np.asarray(champion, np.float64)
     if candidate.shape != champion.shape or candidate.ndim != 1:
         raise ValueError(
             f"cannot pair shapes {candidate.shape} and {champion.shape}; pass two equally long"
             " vectors"
         )
-    differences = np.asarray(candidate, dtype=np.float64) - np.asarray(champion, dtype=np.float64)
+    differences = candidate - champion
     count = len(differences)
     if count < 2:
         raise ValueError(
@@ -61,20 +130,20 @@ def compute_paired_bootstrap(
     broken = int((~np.isfinite(differences)).sum())
     if broken:
         raise ValueError(f"{broken} of {count} pairs are not finite; filter them out first")
-    difference = float(differences.mean())
-    means = _resample_means(differences, resamples, seed)
-    tails = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    # With few prompts the factor matters: it is 1.15 for 4 of them, and 1.005 for 100.
-    low, high = difference + (tails - difference) * np.sqrt(count / (count - 1))
-    return difference, float(low), float(high)
+    error = (1 - confidence) / 2
+    # The upper bound is the lower one with the sides swapped.
+    low = compute_lower_bounds(differences, differences.min(), error)
+    high = -compute_lower_bounds(-differences, -differences.max(), error)
+    return float(differences.mean()), float(low), float(high)
 
 
 def compute_paired_tail(differences: np.ndarray, resamples: int, seed: int) -> float:
     """Compute the bootstrap p-value of "the mean is at most zero": the share of the resampled means
     that are.
 
-    The test that agrees with ``compute_paired_bootstrap``: it is below (1 - confidence) / 2 exactly
-    where that interval lies above zero.
+    The resampled means are widened about their mean by sqrt(n / (n - 1)): the plug-in variance of n
+    values is too small by that factor (Efron and Tibshirani, An Introduction to the Bootstrap,
+    1993, ch. 5).
 
     Args:
         differences: one finite value per prompt, at least two.
@@ -87,7 +156,6 @@ def compute_paired_tail(differences: np.ndarray, resamples: int, seed: int) -> f
         raise ValueError(
             f"a test needs at least 2 finite differences, got {count}; evaluate more prompts"
         )
-    # Widened about the mean like the interval, or the two would disagree near the bound.
     mean = float(differences.mean())
     spread = _resample_means(differences, resamples, seed) - mean
     means = mean + spread * np.sqrt(count / (count - 1))
@@ -148,9 +216,7 @@ def compare_metric(
     candidate: pa.Table,
     champion: pa.Table,
     *,
-    resamples: int = 10_000,
     confidence: float = 0.95,
-    seed: int = 0,
 ) -> Comparison:
     """Compare one metric over the held-out split of two evaluations, in pairs
     (``evaluation_schema``).
@@ -167,8 +233,8 @@ def compare_metric(
             by both sides.
     """
     means = average_over_prompts(metric, candidate, champion)
-    difference, low, high = compute_paired_bootstrap(
-        means["candidate"].to_numpy(), means["champion"].to_numpy(), resamples, confidence, seed
+    difference, low, high = compute_paired_interval(
+        means["candidate"].to_numpy(), means["champion"].to_numpy(), confidence
     )
     return Comparison(
         metric=metric,

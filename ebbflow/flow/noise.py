@@ -45,6 +45,23 @@ class SampleKeys:
         return len(self.prompt_ids)
 
     @staticmethod
+    def number_groups(
+        seed: int,
+        prompt_ids: Sequence[int],
+        group_size: int,
+        first_sample: int = 0,
+        sharing: Sequence[int] = (),
+    ) -> SampleKeys:
+        """Give each of some prompts a group of samples, numbered from ``first_sample``."""
+        numbers = range(first_sample, first_sample + group_size)
+        return SampleKeys(
+            seed,
+            [prompt_id for prompt_id in prompt_ids for _ in numbers],
+            [number for _ in prompt_ids for number in numbers],
+            sharing,
+        )
+
+    @staticmethod
     def join_keys(parts: Sequence[SampleKeys]) -> SampleKeys:
         """Join the keys of parts that have the same seed and sharing."""
         prompt_ids = [prompt_id for part in parts for prompt_id in part.prompt_ids]
@@ -61,14 +78,12 @@ class SampleKeys:
         # By number and not by position: a batch may hold any samples of a prompt, in any order.
         return [sample - sample % count for sample in self.samples]
 
-    def select_slice(self, part: slice) -> SampleKeys:
-        return replace(self, prompt_ids=self.prompt_ids[part], samples=self.samples[part])
-
-    def select_samples(self, index: np.ndarray) -> SampleKeys:
-        """Return the keys at some positions, integer [S]."""
+    def select_samples(self, index: slice | np.ndarray) -> SampleKeys:
+        """Return the keys at some positions, a slice or integer [S]."""
         # Python's integers, as in all keys, whatever the index is an array of.
-        prompt_ids = [int(self.prompt_ids[i]) for i in index]
-        samples = [int(self.samples[i]) for i in index]
+        positions = np.arange(len(self))[index].tolist()
+        prompt_ids = [self.prompt_ids[i] for i in positions]
+        samples = [self.samples[i] for i in positions]
         return replace(self, prompt_ids=prompt_ids, samples=samples)
 
 

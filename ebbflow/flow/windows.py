@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ebbflow.recipe.choices import WindowConfig
+from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.seeding import Stream, make_generator
 
 if TYPE_CHECKING:
@@ -37,11 +38,40 @@ class Plan:
         trained: those that are recorded and learnt from; ascending, never empty, among the
             stochastic ones.
         tail: after the last stochastic step, DPM-Solver++ takes this share of the remaining steps.
+        with_means: whether the means of the trained steps are recorded, too.
     """
 
     stochastic: tuple[int, ...]
     trained: tuple[int, ...]
     tail: float | None = None
+    with_means: bool = False
+
+
+def plan_window(stage: StageConfig, seed: int, optimisation_step: int) -> Plan | None:
+    """Plan the steps of an optimisation step as a stage says; None where its algorithm has no
+    window.
+
+    Args:
+        seed: that of the stage.
+    """
+    if stage.window is None:
+        return None
+    # A tree can only split where noise makes the branches differ, so its splits are stochastic in
+    # every window.
+    tree = stage.tree if isinstance(stage, OnlineStageConfig) else None
+    splits = tree.splits if tree else ()
+    plan = plan_steps(stage.window, stage.sampler.steps, optimisation_step, seed, splits)
+    return replace(plan, with_means=stage.hyper_parameters.compares_means)
+
+
+def count_states(trained: Sequence[int]) -> int:
+    """Count the latents before and after the trained steps, ascending, each of them once.
+
+    Example:
+        The steps 2, 3 and 4 have 4, the steps 0, 2 and 3 have 5.
+    """
+    num_runs = sum(step - 1 not in trained for step in trained)
+    return len(trained) + num_runs
 
 
 def plan_steps(

@@ -28,7 +28,7 @@ class Answer(Strict):
         A line of ``answers.jsonl``, of a rater who prefers picture 1, which was on the left::
 
             {"at": "2026-01-31T10:00:00.000+00:00", "rater": "Ada", "pair": "17-0",
-             "answer": "left", "left": 1}
+             "answer": "left", "left": 1, "browser": "9f86d081884c7d65"}
     """
 
     at: str
@@ -38,6 +38,8 @@ class Answer(Strict):
     answer: Literal["left", "right", "tie", "undo"]
     left: Literal[0, 1]
     """Which of the pair's pictures was on the left."""
+    browser: str = ""
+    """Which browser sent it (``server``); only the same one can undo it."""
 
     @property
     def preferred_picture(self) -> int | None:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbflow.data.images import is_animated
+from ebbflow.data.labels import LABELS
 from ebbflow.data.pairs import IMAGES, LATENTS, check_pairs
 from ebbflow.labeling.answers import Answer
 from ebbflow.labeling.session import Session
@@ -31,14 +32,15 @@ logger = logging.getLogger(__name__)
 
 
 def write_results(session: Session) -> None:
-    """Write ``pairs.parquet``, ``evidence.json`` and ``evidence.md`` into the session's folder,
-    each whole or not at all.
+    """Write ``pairs.parquet``, ``labels.parquet``, ``evidence.json`` and ``evidence.md`` into the
+    session's folder, each whole or not at all.
 
     Raises:
         DiskFullError: no space was left.
     """
     evidence = build_evidence(session)
     write_pairs(session, session.folder / PAIRS)
+    write_labels(session, session.folder / LABELS)
     # ``allow_nan``: NaN is no JSON, and other programs could not read the file.
     text = json.dumps(evidence, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(session.folder / EVIDENCE, text + "\n")
@@ -115,6 +117,37 @@ def _build_pairs_table(
         [votes[pair.key][1 - chosen[pair.key]] for pair in pairs], pa.int64()
     )
     return pa.table(columns)
+
+
+# The labels file.
+
+
+def write_labels(session: Session, path: Path) -> None:
+    """Write every standing answer in the layout of Pick-a-Pic, ties included: what a reward model
+    is trained on. Without an answer there is no file.
+    """
+    answers = session.answers.standing
+    pictures = [session.pairs[answer.pair].pictures for answer in answers]
+    # A reward model scores images.
+    if not answers or any(is_animated(pair[0].png) for pair in pictures):
+        path.unlink(missing_ok=True)
+        return
+    # Label 0 is 1 where the first picture is preferred, 0 where the second is, .5 for a tie.
+    preferences = [
+        0.5 if answer.preferred_picture is None else 1.0 - answer.preferred_picture
+        for answer in answers
+    ]
+    table = pa.table(
+        {
+            "caption": pa.array([session.pairs[answer.pair].prompt for answer in answers]),
+            "jpg_0": pa.array([first.png for first, _ in pictures], pa.binary()),
+            "jpg_1": pa.array([second.png for _, second in pictures], pa.binary()),
+            "label_0": pa.array(preferences, pa.float64()),
+            "label_1": pa.array([1 - preference for preference in preferences], pa.float64()),
+            "user_id": pa.array([answer.rater for answer in answers]),
+        }
+    )
+    write_table(path, table.schema, table.to_batches(), {})
 
 
 # The evidence.

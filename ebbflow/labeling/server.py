@@ -7,6 +7,7 @@ changes something must come from this very page.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import secrets
@@ -33,6 +34,9 @@ from ebbflow.storage.disk import DiskFullError
 
 MAX_BYTES = 4096
 """Largest body of a request; an answer has a hundred bytes."""
+BROWSER = "browser"
+"""Cookie that tells the browsers of raters apart."""
+BROWSER_SECONDS = 365 * 24 * 3600
 KEEP_IMAGES = "private, max-age=86400, immutable"
 """The address of a picture has the token in it, and always leads to the same picture."""
 
@@ -132,11 +136,25 @@ def build_app(session: Session, host: str, token: str) -> FastAPI:
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
         refusal = _explain_refusal(request, host, token)
+        # A name does not say who asks, so a browser is known by a secret that it alone has. The
+        # file of answers has its digest.
+        cookie = request.cookies.get(BROWSER) or secrets.token_urlsafe(24)
+        request.state.browser = hashlib.sha256(cookie.encode()).hexdigest()[:16]
         if refusal:
             status, reason = refusal
             response: Response = PlainTextResponse(reason, status)
         else:
             response = await call_next(request)
+            if BROWSER not in request.cookies:
+                response.set_cookie(
+                    BROWSER,
+                    cookie,
+                    max_age=BROWSER_SECONDS,
+                    path=f"/{token}/",
+                    httponly=True,
+                    # Not strict: a link in a web mail would arrive without it, and get another.
+                    samesite="lax",
+                )
         for name, value in _build_security_headers(nonce).items():
             response.headers.setdefault(name, value)
         return response
@@ -173,15 +191,17 @@ def _add_answer_routes(router: APIRouter, session: Session) -> None:
         return Response(png, media_type="image/png", headers={"Cache-Control": KEEP_IMAGES})
 
     @router.post("/answer")
-    async def take_answer(message: AnswerMessage) -> dict[str, Any]:
+    async def take_answer(message: AnswerMessage, request: Request) -> dict[str, Any]:
         with _convert_errors_to_http():
-            session.record_answer(message.rater, message.pair, message.answer)
+            session.record_answer(
+                message.rater, message.pair, message.answer, request.state.browser
+            )
         return _continue_after(session, message.rater)
 
     @router.post("/undo")
-    async def undo_answer(message: UndoMessage) -> dict[str, Any]:
+    async def undo_answer(message: UndoMessage, request: Request) -> dict[str, Any]:
         with _convert_errors_to_http():
-            session.undo_last_answer(message.rater)
+            session.undo_last_answer(message.rater, request.state.browser)
         return _continue_after(session, message.rater)
 
 

@@ -80,6 +80,8 @@ class Session:
         # The order follows from the seed and the rater's name: a restarted server goes on where it
         # stopped.
         keys = list(self.pairs)
+        if self.task.is_ordered:
+            return keys
         return [
             keys[index]
             for index in permute_indices(len(keys), derive_seed(self.settings.seed, "order", rater))
@@ -109,8 +111,13 @@ class Session:
         answered = self.answers.answers_of_rater(rater)
         return [self.pairs[key] for key in self.order_of_pairs(rater) if key not in answered]
 
-    def record_answer(self, rater: str, pair: str, answer: Literal["left", "right", "tie"]) -> None:
+    def record_answer(
+        self, rater: str, pair: str, answer: Literal["left", "right", "tie"], browser: str = ""
+    ) -> None:
         """Keep an answer to the pair that the rater sees.
+
+        Args:
+            browser: what tells the rater's browser from others.
 
         Raises:
             OutOfTurnError: the rater sees another pair.
@@ -121,13 +128,14 @@ class Session:
         upcoming = self.list_upcoming_pairs(rater)
         if not upcoming or upcoming[0].key != pair:
             raise OutOfTurnError(f"{rater} does not see pair {pair} any more")
-        self._append_answer(rater, pair, answer)
+        self._append_answer(rater, pair, answer, browser)
 
-    def undo_last_answer(self, rater: str) -> None:
+    def undo_last_answer(self, rater: str, browser: str = "") -> None:
         """Take back the rater's last answer, so that its pair is the next one that the rater sees.
 
         Raises:
-            OutOfTurnError: there is no answer, or the test has decided: a decision is final.
+            OutOfTurnError: there is no answer, another browser gave it, or the test has decided: a
+                decision is final.
             DiskFullError: it could not be written.
         """
         if self.is_decided():
@@ -135,14 +143,20 @@ class Session:
         answered = self.answers.answers_of_rater(rater)
         if not answered:
             raise OutOfTurnError(f"{rater} has no answer to take back")
-        self._append_answer(rater, list(answered)[-1], "undo")
+        last = list(answered.values())[-1]
+        # A rater's name is no secret, so it does not say who asks.
+        if last.browser != browser:
+            raise OutOfTurnError(f"the last answer of {rater} was given in another browser")
+        self._append_answer(rater, last.pair, "undo", browser)
 
     def _append_answer(
-        self, rater: str, pair: str, answer: Literal["left", "right", "tie", "undo"]
+        self, rater: str, pair: str, answer: Literal["left", "right", "tie", "undo"], browser: str
     ) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         left = self.picture_on_left(rater, pair)
-        self.answers.append_answer(Answer(at=now, rater=rater, pair=pair, answer=answer, left=left))
+        self.answers.append_answer(
+            Answer(at=now, rater=rater, pair=pair, answer=answer, left=left, browser=browser)
+        )
 
     def group_answers_by_pair(self) -> dict[str, list[Answer]]:
         """Return the standing answers of every pair that has one, in the order in which they

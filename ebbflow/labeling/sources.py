@@ -4,10 +4,9 @@ policy."""
 from __future__ import annotations
 
 import io
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,6 +18,7 @@ from PIL import Image
 from ebbflow.data.prompts import read_prompts
 from ebbflow.offline.shards import LatentLayout, decode_latent, read_layout
 from ebbflow.recipe.base import sanitize_text, shorten_value
+from ebbflow.run_summary import SUMMARY, SummaryError, read_summary
 from ebbflow.seeding import derive_seed, permute_indices
 from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.tables import (
@@ -27,6 +27,7 @@ from ebbflow.storage.tables import (
     read_column,
     read_schema,
     read_table_metadata,
+    write_table,
 )
 
 SIDES = ("champion", "candidate")
@@ -81,6 +82,7 @@ class LabelTask:
         files: the files that the pictures come from, by role.
         missing: number of pictures of one side that the other side lacks.
         identical: number of pairs that nobody is asked about, because their pictures are the same.
+        is_ordered: every rater sees the pairs in their order, instead of an order of their own.
     """
 
     kind: Literal["comparison", "pairs"]
@@ -89,6 +91,7 @@ class LabelTask:
     files: dict[str, Path]
     missing: int = 0
     identical: int = 0
+    is_ordered: bool = False
 
     @cached_property
     def file_digests(self) -> dict[str, str]:
@@ -102,8 +105,9 @@ def load_label_task(
     """Return the pairs of what a person named on the command line.
 
     Args:
-        sources: the folder of a run; or the samples of the champion and of the candidate
-            (``evaluation_schema``); or, with ``prompts``, rollout shards (``rollout_schema``).
+        sources: the folder of a run; or a queue (``write_queue``); or the samples of the champion
+            and of the candidate (``evaluation_schema``); or, with ``prompts``, rollout shards
+            (``rollout_schema``).
         stage: of the run, the offline stage whose rollouts are compared; None: the run's champion
             and candidate.
         prompts: the prompt table of the shards.
@@ -120,13 +124,54 @@ def load_label_task(
         raise LabelError(f"--stage {stage!r} belongs to the folder of a run; name that folder")
     if prompts is not None:
         return load_rollouts(list(sources), prompts, max_pairs, seed)
+    if len(sources) == 1 and "jpg_0" in read_schema(sources[0]).names:
+        return load_queue(sources[0], max_pairs)
     if len(sources) != 2:
         raise LabelError(
-            f"{len(sources)} sources: name the folder of a run, the samples of champion and"
-            " candidate (in this order), or rollouts with --prompts"
+            f"{len(sources)} sources: name the folder of a run, a queue, the samples of champion"
+            " and candidate (in this order), or rollouts with --prompts"
         )
     champion, candidate = sources
     return load_comparison(champion, candidate, max_pairs, seed)
+
+
+# A queue of pairs.
+
+
+def write_queue(path: Path, pairs: Sequence[tuple[str, bytes, bytes]]) -> None:
+    """Write pairs of pictures for people to compare, the most informative first, in the layout of
+    Pick-a-Pic.
+
+    Args:
+        pairs: prompt, PNG and PNG.
+    """
+    captions, first, second = zip(*pairs, strict=True) if pairs else ((), (), ())
+    table = pa.table(
+        {
+            "caption": pa.array(captions, pa.string()),
+            "jpg_0": pa.array(first, pa.binary()),
+            "jpg_1": pa.array(second, pa.binary()),
+            "has_label": pa.array([False for _ in captions], pa.bool_()),
+        }
+    )
+    write_table(path, table.schema, table.to_batches(), {})
+
+
+def load_queue(path: Path, max_pairs: int) -> LabelTask:
+    """Return the first pairs of a queue, in its order.
+
+    Raises:
+        LabelError: it has no pair whose pictures differ.
+        TableError: it is no queue.
+    """
+    names = ("caption", "jpg_0", "jpg_1")
+    columns = [read_column(path, name).to_pylist()[:max_pairs] for name in names]
+    pairs = [
+        LabelPair(str(row), prompt, (Picture(first), Picture(second)))
+        for row, (prompt, first, second) in enumerate(zip(*columns, strict=True))
+    ]
+    task = _build_task("pairs", (path.name,), pairs, {"queue": path})
+    return replace(task, is_ordered=True)
 
 
 # What a run left in its folder.
@@ -139,9 +184,11 @@ def find_comparison(run: Path) -> tuple[Path, Path]:
         LabelError: the run has no summary, or its samples are not in its folder.
     """
     try:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        summary = read_summary(run / SUMMARY)
         labels = [str(summary[side]) for side in SIDES]
-    except (OSError, ValueError, TypeError, KeyError):
+    except SummaryError as error:
+        raise LabelError(f"{run}: {error}; name the samples.parquet of two evaluations") from None
+    except (OSError, KeyError):
         raise LabelError(
             f"{run}: no summary.json that names champion and candidate; wait until the run has"
             " written its report, or name the samples.parquet of two evaluations"

@@ -50,10 +50,18 @@ __all__ = ["Conditioning", "Model", "ModelError", "check_folder", "load_model", 
 
 
 def load_model(
-    folder: Path, config: ModelConfig = ModelConfig(), device: torch.device | None = None
+    folder: Path,
+    config: ModelConfig = ModelConfig(),
+    device: torch.device | None = None,
+    weights_later: bool = False,
 ) -> Model:
     """The model of a base-model folder, to generate as ``config`` says, frozen and in evaluation
     mode.
+
+    Args:
+        weights_later: leave the weights of the networks to train to the policy that is built around
+            them, where the family can: it reads its shards alone. The glyph model and users' own
+            families read them now.
 
     Raises:
         ArtifactError: the folder was committed and is not what was committed.
@@ -65,7 +73,12 @@ def load_model(
     # The layout of a user's own family is known to its ``load`` alone.
     if config.family in FAMILIES:
         check_folder(folder, config.family)
-    return load_adapter(config.family).load(folder, config, device or default_device())
+    adapter: Any = load_adapter(config.family)
+    options = {}
+    if weights_later and config.family in FAMILIES and FAMILIES[config.family].diffusers:
+        options["weights_later"] = True
+    model: Model = adapter.load(folder, config, device or default_device(), **options)
+    return model
 
 
 def check_folder(folder: Path, family: str) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ebbflow.data.prompts import Prompt
@@ -26,6 +28,9 @@ DTYPES: dict[Precision, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+READ_DTYPE: Any = vars(torch._C.TensorBase)["dtype"].__get__
+"""What a mode sees when ``tensor.dtype`` is read."""
 
 
 class ModelError(Exception):
@@ -81,11 +86,15 @@ class Conditioning:
 
     def to_float32(self) -> Conditioning:
         """In float32, but for masks."""
+        return self.to_dtype(torch.float32)
+
+    def to_dtype(self, dtype: torch.dtype) -> Conditioning:
+        """In another precision, but for masks."""
         parts = [self]
         if self.negative:
             parts.append(self.negative)
         if all(
-            values.dtype == torch.float32
+            values.dtype == dtype
             for part in parts
             for values in part.tensors.values()
             if values.is_floating_point()
@@ -94,7 +103,7 @@ class Conditioning:
             # denoising steps comes here in each of them.
             return self
         return self._map_tensors(
-            lambda values: values.float() if values.is_floating_point() else values
+            lambda values: values.to(dtype) if values.is_floating_point() else values
         )
 
     def without_guidance(self) -> Conditioning:
@@ -308,10 +317,59 @@ def predict(
     """
     precision = precision or model.precision
     conditioning = conditioning.for_precision(precision)
+    bfloat16_pass = getattr(model, "bfloat16_pass", None)
+    if precision == "bfloat16" and bfloat16_pass is not None:
+        # All weights are in bfloat16 or cast by the pass: autocast would only add casts.
+        with bfloat16_pass():
+            velocity = model.predict_velocity(
+                latents.bfloat16(), sigma, conditioning.to_dtype(torch.bfloat16)
+            )
+            return velocity.float()
     # Autocast, not a cast of the network: trained parameters stay float32, and are rounded in each
     # operation. The prediction becomes float32 again for the sampler's step and the log-probs.
     with torch.autocast(latents.device.type, DTYPES[precision], enabled=precision != "float32"):
         return model.predict_velocity(latents, sigma, conditioning).float()
+
+
+def can_skip_autocast(model: Model) -> bool:
+    """Whether the network of a model takes inputs in bfloat16 if its weights are in it, as those of
+    diffusers do; a user's own may count on autocast.
+    """
+    return bool(getattr(model, "runs_without_autocast", False))
+
+
+def predict_in_float32(
+    model: Model, latents: Tensor, sigma: Tensor, conditioning: Conditioning
+) -> Tensor:
+    """Predict as ``predict``, with every operation in float32, whatever the weights are stored in.
+
+    It shows how far 16 bits round. One weight at a time is widened, so that the network needs no
+    second copy; a compiled network runs as it is.
+    """
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), _WidenTo32Bits():
+        return model.predict_velocity(latents.float(), sigma, conditioning.to_float32()).float()
+
+
+class _WidenTo32Bits(TorchFunctionMode):
+    """Gives every function float32 for tensors of 16 bits."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == READ_DTYPE:
+            # Networks cast activations to the type of their weights.
+            dtype = func(*args)
+            return torch.float32 if dtype in SIXTEEN_BITS else dtype
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args, **(kwargs or {}))
+        return func(
+            *tree_map_only(Tensor, _widen, args), **tree_map_only(Tensor, _widen, kwargs or {})
+        )
+
+
+def _widen(values: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return values.float() if values.dtype in SIXTEEN_BITS else values
 
 
 def predict_checkpointed(
@@ -382,6 +440,10 @@ def _class_name(model: Any) -> str:
 def device_of(model: Model) -> torch.device:
     """The device that a model's network computes on."""
     parameter: Tensor = next(model.transformer.parameters())
+    if hasattr(model, "pending_weights"):
+        without_weights: Any = model
+        device: torch.device = without_weights.device
+        return device
     # With FSDP2 and model.cpu_offload the parameters wait in main memory, and move to the GPU block
     # by block: their own device is not where the network computes.
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":

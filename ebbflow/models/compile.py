@@ -26,6 +26,16 @@ def compile_blocks(model: Model) -> None:
             f"model.compile = 'blocks': torch.compile needs a C++ compiler, and {compiler!r} is not"
             " on the PATH; install g++ or set CXX, or leave model.compile out"
         )
+    configure_compiler()
+    # Static shapes: kernels for any number of rows would add in another order than those for one.
+    for block in model.list_blocks():
+        block.compile(dynamic=False)
+
+
+def configure_compiler() -> None:
+    """Have graphs with and without gradient compute the same bytes, in this process and in every
+    other one.
+    """
     # Rows, gradient, autocast and adapters make different graphs of the same code; past the limit
     # it would run uncompiled, and rollouts would no longer agree with training.
     torch._dynamo.config.recompile_limit = 256
@@ -33,6 +43,7 @@ def compile_blocks(model: Model) -> None:
     # A fused graph would not round between its operations, and what is fused depends on the
     # gradient.
     torch._inductor.config.emulate_precision_casts = True
-    # Static shapes: kernels for any number of rows would add in another order than those for one.
-    for block in model.list_blocks():
-        block.compile(dynamic=False)
+    # On a GPU inductor times several kernels of a reduction and takes the fastest, for each graph
+    # by itself: the sums of a rollout would be in another order than those of training, and those
+    # of one pod in another than those of the next. Without timing it takes the same every time.
+    torch._inductor.config.deterministic = True

@@ -70,9 +70,11 @@ def require_one_size(stage: OfflineStageConfig, ranks: int) -> None:
     Raises:
         ModelError: it has several.
     """
-    if ranks > 1 and stage.sizes:
+    captioned = stage.captioned_data  # the stage's own, or its anchor's
+    if ranks > 1 and (stage.sizes or (captioned and captioned.buckets)):
         raise ModelError(
-            f"train_context_parallel = {ranks} is for stages of one size; leave it or 'sizes' out"
+            f"train_context_parallel = {ranks} is for stages of one size; leave it, or 'sizes' and"
+            " the 'buckets' of data, out"
         )
 
 

@@ -25,6 +25,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.pipeline_loading import load_pipeline
 from ebbflow.models.published import Published
+from ebbflow.models.weight_files import PendingWeights
 from ebbflow.progress import show_progress
 from ebbflow.recipe.model import ModelConfig
 
@@ -64,6 +65,9 @@ class PipelineModel:
             (``ebbflow.models.context_parallel``).
         unused_parameters: patterns of the names of parameters that the velocity does not depend on,
             which are never trained.
+        pending_weights: of the networks to train, until they are read; missing afterwards.
+        runs_without_autocast: whether the network takes inputs in bfloat16 where its weights are in
+            it.
         text_multiple: the network gets prompts padded to a multiple of it; 0 where they have one
             length, that of the longest.
     """
@@ -80,7 +84,9 @@ class PipelineModel:
     draws_videos: ClassVar[bool] = False
     shares_tokens: ClassVar[bool] = False
     unused_parameters: ClassVar[tuple[str, ...]] = ()
+    runs_without_autocast: ClassVar[bool] = True
     text_multiple: int = 0
+    pending_weights: PendingWeights
 
     def __init__(self, pipeline: Any, config: ModelConfig, device: torch.device) -> None:
         if config.frames > 1 and not self.draws_videos:
@@ -99,9 +105,22 @@ class PipelineModel:
         self.latent_shape = self._compute_latent_shape()
 
     @classmethod
-    def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
-        """As ``ebbflow.models.base.Model.load``."""
-        model = cls(load_pipeline(cls, folder, config, device), config, device)
+    def load(
+        cls, folder: Path, config: ModelConfig, device: torch.device, weights_later: bool = False
+    ) -> Self:
+        """As ``ebbflow.models.base.Model.load``.
+
+        Args:
+            weights_later: the networks to train have no weights yet (``pending_weights``): a policy
+                reads those that it keeps.
+        """
+        pipeline, files = load_pipeline(cls, folder, config, device, weights_later)
+        model = cls(pipeline, config, device)
+        if files:
+            alone = len(files) == 1
+            model.pending_weights = PendingWeights(
+                {"" if alone else f"{part}.": file for part, file in files.items()}
+            )
         if config.gradient_checkpointing:
             model._recompute_activations()
         return model
@@ -205,9 +224,15 @@ class PipelineModel:
             config.get("joint_attention_dim") or config.text_dim,
         )
 
-    def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
+    def _apply_guidance(
+        self, prediction: Tensor, negative: Tensor, guidance: float | Tensor
+    ) -> Tensor:
         """Classifier-free guidance (2207.12598) of the network's predictions."""
         return negative + guidance * (prediction - negative)
+
+    def _guidance_of_rows(self, sigma: Tensor, conditioning: Conditioning) -> float | Tensor:
+        """The scale of guidance, one for all rows or one for each, [N, 1, ...]."""
+        return conditioning.guidance
 
     def compute_sigmas(self, steps: int) -> Tensor:
         """As ``ebbflow.models.base.Model.compute_sigmas``: evenly spaced, and then as the scheduler
@@ -297,7 +322,7 @@ class PipelineModel:
             conditioning.negative_then_positive,
         ).chunk(2)
         return self._unpack_prediction(
-            self._apply_guidance(prediction, negative, conditioning.guidance)
+            self._apply_guidance(prediction, negative, self._guidance_of_rows(sigma, conditioning))
         )
 
     @torch.no_grad()

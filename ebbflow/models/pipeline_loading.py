@@ -8,20 +8,30 @@ import re
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+from accelerate import init_empty_weights
 from diffusers.models.attention_dispatch import AttentionBackendName
 from safetensors import safe_open
 from torch import nn
 
 from ebbflow.models.base import DTYPES, ModelError
-from ebbflow.models.folder import report_unreadable_parts
+from ebbflow.models.folder import INDEX, read_json_object, report_unreadable_parts
+from ebbflow.models.weight_files import WeightFiles, list_weight_files, read_buffers
 from ebbflow.recipe.model import ModelConfig
 
 VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")
 
 
-def load_pipeline(adapter: Any, folder: Path, config: ModelConfig, device: torch.device) -> Any:
-    """The pipeline of a folder, frozen and in evaluation mode.
+def load_pipeline(
+    adapter: Any,
+    folder: Path,
+    config: ModelConfig,
+    device: torch.device,
+    weights_later: bool = False,
+) -> tuple[Any, dict[str, WeightFiles]]:
+    """The pipeline of a folder, frozen and in evaluation mode; the files of weights that it has not
+    read, by the name of the part.
 
     A network to train is on the device in the precision that it was published in, and any other in
     ``config.precision``. Text encoders are in ``config.precision`` and the VAE in float32, both on
@@ -30,10 +40,47 @@ def load_pipeline(adapter: Any, folder: Path, config: ModelConfig, device: torch
     Args:
         adapter: the family's class, an ``ebbflow.models.pipeline.PipelineModel``, which imports
             this module.
+        weights_later: leave the networks to train on the meta device, for a policy that reads them
+            (``ebbflow.training.loading``).
 
     Raises:
         ModelError: a part cannot be read, the family refuses it, or attention cannot be computed as
             ``config.attention`` says.
+    """
+    weights = _find_weight_files(adapter, folder, config)
+    with report_unreadable_parts(folder, config.family):
+        published_dtypes = {part: _read_published_dtype(files) for part, files in weights.items()}
+        # Training keeps its weights in float32: a cast to 16 bits on the way there would lose bits
+        # that were published. A frozen part needs no more than the arithmetic does.
+        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32} | published_dtypes
+        options = {"local_files_only": True, "use_safetensors": True} | adapter._load_own_parts(
+            folder
+        )
+        files: dict[str, WeightFiles] = {}
+        # A folder with variants alone is read by diffusers, which knows which of them to take.
+        if weights_later and all(list_weight_files(folder / part) for part in weights):
+            for part in weights:
+                network, files[part] = _build_without_weights(adapter, folder, part)
+                options[part] = network
+        pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval()
+    adapter._check_pipeline(pipeline, config)
+    for name in adapter.networks:
+        network = getattr(pipeline, name)
+        if name not in files:
+            network.to(device)
+        if config.attention:
+            _choose_attention(network, config.attention, config.family)
+    return pipeline, files
+
+
+def _find_weight_files(adapter: Any, folder: Path, config: ModelConfig) -> dict[str, list[Path]]:
+    """Find the files of weights of each part to train.
+
+    Raises:
+        ModelError: a part has none.
     """
     weights = {
         part: sorted((folder / part).glob("*.safetensors"))
@@ -46,25 +93,36 @@ def load_pipeline(adapter: Any, folder: Path, config: ModelConfig, device: torch
             f"{folder / parts_without_weights[0]} holds no .safetensors weights; fetch them in that"
             " format"
         )
-    with report_unreadable_parts(folder, config.family):
-        published_dtypes = {part: _read_published_dtype(files) for part, files in weights.items()}
-        # Training keeps its weights in float32: a cast to 16 bits on the way there would lose bits
-        # that were published. A frozen part needs no more than the arithmetic does.
-        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32} | published_dtypes
-        options = {"local_files_only": True, "use_safetensors": True} | adapter._load_own_parts(
-            folder
-        )
-        pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
-    for part in pipeline.components.values():
-        if isinstance(part, nn.Module):
-            part.requires_grad_(False).eval()
-    adapter._check_pipeline(pipeline, config)
-    for name in adapter.networks:
-        network = getattr(pipeline, name)
-        network.to(device)
-        if config.attention:
-            _choose_attention(network, config.attention, config.family)
-    return pipeline
+    return weights
+
+
+def _build_without_weights(adapter: Any, folder: Path, part: str) -> tuple[Any, WeightFiles]:
+    """A network whose parameters are on the meta device, and the files of its weights.
+
+    Raises:
+        ValueError: a weight is missing or has another shape.
+    """
+    kind = find_part_class(folder, part)
+    # As diffusers itself does before it loads: buffers that are computed have their values.
+    with init_empty_weights():
+        network = kind.from_config(kind.load_config(folder / part, local_files_only=True))
+    files = WeightFiles(list_weight_files(folder / part))
+    files.check_network(network)
+    read_buffers(network, files)
+    return network, files
+
+
+def find_part_class(folder: Path, part: str) -> Any:
+    """The class of a network in a pipeline folder.
+
+    Raises:
+        ValueError: diffusers has no such class.
+    """
+    library, name = read_json_object(folder / INDEX)[part]
+    kind = getattr(diffusers, name, None) if library == "diffusers" else None
+    if kind is None:
+        raise ValueError(f"{part} is a {name} of {library}, which is no network of diffusers")
+    return kind
 
 
 def _read_published_dtype(files: list[Path]) -> torch.dtype:

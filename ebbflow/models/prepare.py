@@ -1,7 +1,8 @@
-"""Makes the base-model folder of a run: trained here, fetched from the hub, or copied."""
+"""Makes the base-model folder of a run: trained, fetched from the hub, or copied."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.folder import INDEX, read_json_object
 from ebbflow.models.glyph_training.train import train_glyph_base
+from ebbflow.models.glyph_training.trained import load_trained_glyph
 from ebbflow.models.hub import locate_pretrained
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
@@ -25,14 +27,27 @@ from ebbflow.storage.artifacts import (
 )
 from ebbflow.storage.locks import wait_for_lock
 
+logger = logging.getLogger(__name__)
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 def train_base_folder(training: GlyphTrainingConfig, threads: int, folder: Path) -> None:
-    """Train the glyph base model from scratch into ``folder``, committed."""
-    # The order of additions, and so the weights, depends on the number of threads: the recipe's.
-    torch.set_num_threads(threads)
-    train_glyph_base(training, folder)
+    """Make the glyph base model in ``folder``, committed: train it from scratch, or copy the model
+    that comes with the package if that was trained with the same settings.
+    """
+    trained = load_trained_glyph(training)
+    if trained is None:
+        # The order of additions, and so the weights, depends on the number of threads: the
+        # recipe's.
+        torch.set_num_threads(threads)
+        train_glyph_base(training, folder)
+    else:
+        logger.info(
+            "the base model comes with the package, as it was trained with these settings before;"
+            " another 'model.training.seed' trains one here"
+        )
+        with write_new_folder(folder) as unfinished:
+            trained.save(unfinished)
     # A model that does not load fails here, and not in the stage that opens it.
     load_model(folder)
 

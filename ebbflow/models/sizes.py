@@ -135,7 +135,7 @@ def check_size(model: ModelConfig) -> None:
     Raises:
         ModelError: it cannot; names the nearest size.
     """
-    _adapter_without_encoders(model)
+    build_meta_adapter(model)
 
 
 def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
@@ -155,12 +155,12 @@ def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
         require_one_size(stage, ranks)
     require_shareable_family(load_adapter(recipe.model.family), recipe.model, ranks)
     if recipe.model.family in FAMILIES:
-        adapter = _adapter_without_encoders(recipe.model)
+        adapter = build_meta_adapter(recipe.model)
         if adapter:
             require_shareable_tokens(adapter, ranks)
 
 
-def _adapter_without_encoders(model: ModelConfig) -> Any:
+def build_meta_adapter(model: ModelConfig) -> Any:
     """What generates a sample, without text encoders: the adapter of a family of ours; None where
     nothing is known of the model.
 

@@ -5,13 +5,12 @@ advantage, in a seeded order, and their latents, read ahead by a thread.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +23,14 @@ from ebbflow.data.schema import ADVANTAGES, KEY
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, Model
 from ebbflow.models.base import Size, device_of
-from ebbflow.models.encoding import EMBEDDINGS, Encode, open_embeddings, write_embeddings
+from ebbflow.models.encoding import Embeddings
 from ebbflow.offline.shards import read_image_size, read_latent_parts
 from ebbflow.seeding import Stream, make_generator
 from ebbflow.stage import StageContext
-from ebbflow.storage.disk import open_scratch_folder, path_of_scratch_folder
 from ebbflow.storage.tables import read_columns, read_table
 from ebbflow.training.batches import SampleGroups, shard_for_rank, split_evenly
-from ebbflow.training.distributed import Ranks, broadcast_first_of_node
+from ebbflow.training.distributed import Ranks
+from ebbflow.training.shared_prompts import encode_prompts_together
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,6 @@ def open_batch_parts(
     model: Model,
     prompts: list[Prompt],
     shards: list[Shard],
-    ranks: Ranks,
     row_ranks: Ranks,
     num_done: int,
 ) -> Generator[BatchPart]:
@@ -181,22 +179,25 @@ def open_batch_parts(
     Close it when a stage ends early: that stops the thread which reads ahead.
 
     Args:
-        ranks: this process among those that train.
         row_ranks: this process among those with rows of their own (``Ranks.row_ranks``).
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     prompt_ids = dict.fromkeys(i for shard in shards for i in shard.prompt_ids.tolist())
-    encode: Encode | None = None
+    embeddings: Embeddings | None = None
     if prompt_ids:
         # Here and not in the generator, so that the first step does not take the time of it: the
         # budget of a stage expects that each step takes as long as the longest so far.
-        encode = _encode_prompts_together(ctx, model, [by_id[i] for i in prompt_ids], ranks)
+        needed = [by_id[i] for i in prompt_ids]
+        if ctx.offline_config.data is not None:
+            needed = [*needed, *map(drop_caption, needed)]
+        embeddings = encode_prompts_together(model, needed, ctx.config.reference.needs_guidance)
     loaded = _load_latents(_iterate_visits(ctx, shards, row_ranks, num_done), row_ranks)
+    device = device_of(model)
 
     def iterate_parts() -> Generator[BatchPart]:
         with closing(loaded):
             for visit, batch, latents in loaded:
-                assert encode, "there are samples, and so prompts"
+                assert embeddings, "there are samples, and so prompts"
                 shard = visit.shard
                 groups = shard_for_rank(batch, row_ranks)
                 rows = np.concatenate(groups)
@@ -209,7 +210,9 @@ def open_batch_parts(
                     keys=keys,
                     group_index=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
                     clean=latents.float(),  # stored in ``latent_precision``
-                    conditioning=encode([by_id[i] for i in keys.prompt_ids]),
+                    conditioning=embeddings(
+                        _choose_captions(ctx, [by_id[i] for i in keys.prompt_ids], visit.epoch)
+                    ).to(device),
                     advantage=torch.from_numpy(shard.advantage[rows]),
                     size=shard.size,
                 )
@@ -217,32 +220,25 @@ def open_batch_parts(
     return iterate_parts()
 
 
-def _encode_prompts_together(
-    ctx: StageContext, model: Model, prompts: list[Prompt], ranks: Ranks
-) -> Encode:
-    """Encode every prompt once on each machine, each of its processes a share of them; all of these
-    read the same files.
-    """
-    with ExitStack() as stack:
-        process = broadcast_first_of_node(os.getpid())
-        if ranks.local_rank == 0:
-            folder = stack.enter_context(open_scratch_folder(EMBEDDINGS))
-        else:
-            folder = path_of_scratch_folder(EMBEDDINGS, process)
-        ranks.wait_for_all()  # the first process of each machine has made the folder
-        written_prompts = write_embeddings(
-            model,
-            prompts,
-            folder,
-            ctx.config.reference.needs_guidance,
-            ranks.local_rank,
-            ranks.ranks_per_node,
-        )
-        ranks.wait_for_all()  # all shares of the prompts are written
-        embeddings = open_embeddings(folder, written_prompts)
-        device = device_of(model)
-        ranks.wait_for_all()  # all have opened the files, and the first process removes their names
-    return lambda wanted: embeddings(wanted).to(device)
+def drop_caption(prompt: Prompt) -> Prompt:
+    """Return a prompt without its text, for the network's prediction without a caption."""
+    return replace(prompt, prompt="")
+
+
+def _choose_captions(ctx: StageContext, prompts: list[Prompt], epoch: int) -> list[Prompt]:
+    """Drop a share of the captions, where the stage trains on captioned data."""
+    data = ctx.offline_config.data
+    if data is None or not data.caption_dropout:
+        return prompts
+    # By picture and epoch, so that neither batches nor processes change which are dropped.
+    draws = [
+        make_generator(ctx.stage_seed, prompt.prompt_id, epoch, 0, Stream.CAPTIONS).random()
+        for prompt in prompts
+    ]
+    return [
+        drop_caption(prompt) if draw < data.caption_dropout else prompt
+        for prompt, draw in zip(prompts, draws, strict=True)
+    ]
 
 
 def _iterate_visits(

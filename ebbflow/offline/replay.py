@@ -41,10 +41,10 @@ def replay_offline_step(
     Raises:
         ReplayError: the stage has no such step, or trains on a file of pairs.
     """
-    if ctx.offline_config.pairs:
+    if not ctx.offline_config.takes_prompts:
         raise ReplayError(
-            f"{ctx.stage_label} trains on the pairs of {ctx.offline_config.pairs}; there are no"
-            " samples to generate again"
+            f"{ctx.stage_label} trains on {ctx.offline_config.source_file}; there are no samples to"
+            " generate again"
         )
     shards = [scratch / f"rollouts-{index}.parquet" for index in range(ctx.offline_config.shards)]
     scores = {path: path.with_name(f"scores-{path.name}") for path in shards}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import pyarrow as pa
+import numpy as np
+from torch import Tensor
 
 from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt, read_prompt_ids, read_prompt_sources, read_prompts
@@ -26,15 +28,28 @@ from ebbflow.offline.shards import (
 )
 from ebbflow.progress import show_progress
 from ebbflow.rollouts.engine import Diffusers, Engine, open_engine
-from ebbflow.rollouts.parity import compute_parity_bar, measure_parity, plan_parity_samples
+from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
 from ebbflow.stage import StageContext
-from ebbflow.storage.tables import write_table
+from ebbflow.storage.tables import open_table_writer
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import load_policy
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P")
+
+
+class GeneratedGroups(NamedTuple):
+    """Samples that were generated together, of whole groups.
+
+    Attributes:
+        latents: final ones, [N, ...], on the CPU.
+        pictures: as ``Model.decode_latents`` gives them.
+    """
+
+    keys: SampleKeys
+    latents: Tensor
+    pictures: np.ndarray
 
 
 def generate_shard(
@@ -125,15 +140,36 @@ def write_shard(
     groups_at_once = max(1, config.micro_batch // config.group_size)
     engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
     with generate_in_size(model, choose_image_size(ctx, shard)):
-        # The clock is filled while the batches are generated: the metadata of a table is read after
-        # its last batch.
+        # The clock is filled while groups are generated: the metadata of a table is read after its
+        # last batch.
         about = _build_shard_metadata(ctx, shard, clock) | build_layout_metadata(
             model.latent_shape, precision
         )
-        batches = _generate_batches(
-            ctx, model, policy, engine, version, prompts, groups_at_once, clock
-        )
-        write_table(path, build_rollout_schema(model.latent_shape, precision), batches, about)
+        groups = _generate_groups(ctx, model, policy, engine, prompts, groups_at_once, clock)
+        schema = build_rollout_schema(model.latent_shape, precision)
+        stored: Future[None] | None = None
+        # A thread compresses and writes what was generated beside the next forward passes, and has
+        # at most one micro-batch waiting, so that memory stays bounded.
+        with open_table_writer(path, schema, about) as write, ThreadPoolExecutor(1) as writer:
+
+            def store(part: GeneratedGroups) -> None:
+                write(
+                    build_rollout_batch(
+                        part.keys.prompt_ids,
+                        part.keys.samples,
+                        version,
+                        part.latents,
+                        encode_pngs(part.pictures),
+                        precision,
+                    )
+                )
+
+            for part in groups:
+                if stored:
+                    stored.result()
+                stored = writer.submit(store, part)
+            if stored:
+                stored.result()
 
 
 def _open_stage_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
@@ -160,33 +196,38 @@ def _check_engine(
     device = device_of(policy.model)
     first = slice(0, config.parity.samples)
     conditioning = conditioning.select_rows(first).to(device)
-    keys = keys.select_slice(first)
+    keys = keys.select_samples(first)
     sampler, plan = plan_parity_samples(config.sampler)
     trajectory = engine.generate(conditioning, keys, sampler, plan)[0].move_to(device).trajectory
     assert trajectory is not None, "the plan records every step"
-    bar = compute_parity_bar(config, trajectory.latents[0, 0].numel())
-    with policy.use_copy(ctx.algorithm.generates):
-        metrics = measure_parity(
-            policy, trajectory, conditioning, keys, sampler, bar, config.micro_batch
-        )
+    metrics = measure_parity(
+        policy,
+        trajectory,
+        conditioning,
+        keys,
+        sampler,
+        config.parity,
+        ctx.algorithm.generates,
+        config.rollout_precision,
+        config.micro_batch,
+    )
     logger.info(
-        "%s: engine %s differs by %.1e in log-prob",
+        "%s: the denoising steps of engine %s differ by %.1e standard deviations",
         ctx.stage_label,
         config.engine,
-        metrics["parity/log_prob_max"],
+        metrics["parity/mean_shift"],
     )
 
 
-def _generate_batches(
+def _generate_groups(
     ctx: StageContext,
     model: Model,
     policy: Policy,
     engine: Engine,
-    version: int,
     prompts: list[Prompt],
     groups_at_once: int,
     clock: Clock,
-) -> Iterator[pa.RecordBatch]:
+) -> Iterator[GeneratedGroups]:
     config = ctx.config
     with clock.measure_phase("rollout"):
         encode = build_prompt_lookup(model, prompts)
@@ -195,25 +236,21 @@ def _generate_batches(
     )
     for start in range(0, len(prompts), groups_at_once):
         with clock.measure_phase("rollout"):
-            repeated, keys = ctx.build_sample_groups(
-                prompts[start : start + groups_at_once], step=0
+            part = prompts[start : start + groups_at_once]
+            keys = SampleKeys.number_groups(
+                ctx.stage_seed,
+                [prompt.prompt_id for prompt in part],
+                config.group_size,
+                sharing=config.noise_sharing,
             )
-            conditioning = encode(repeated)
+            conditioning = encode([prompt for prompt in part for _ in range(config.group_size)])
             if start == 0 and config.engine != "diffusers":
                 _check_engine(ctx, policy, engine, conditioning, keys)
             rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
-            latents = rollouts.latents
-            images = encode_pngs(pictures)
-        # Outside the phase: a generator waits here while its batch is written.
-        progress.update(len(images))
-        yield build_rollout_batch(
-            keys.prompt_ids,
-            keys.samples,
-            version,
-            latents,
-            images,
-            ctx.offline_config.latent_precision,
-        )
+            latents = rollouts.latents.to("cpu")
+        # Outside the phase: a generator waits here while its caller is busy.
+        progress.update(len(keys))
+        yield GeneratedGroups(keys, latents, pictures)
 
 
 def _build_shard_metadata(ctx: StageContext, shard: int, clock: Clock) -> dict[str, Any]:

@@ -10,12 +10,13 @@ import pyarrow as pa
 from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import build_score_schema
-from ebbflow.offline.shards import check_shard, decode_latent, read_layout
+from ebbflow.offline.shards import SCORES_DIGEST, check_shard, decode_latent, read_layout
 from ebbflow.progress import show_progress
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored_share
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import (
     TableError,
+    compute_content_digest,
     count_rows,
     nan_to_null,
     read_batches,
@@ -63,13 +64,16 @@ def score_shard(
     # Which metrics there are is known only when all samples are scored: a reward that applies to
     # some prompt sets may be missing in the first batches.
     schema = build_score_schema(sorted(scored.metrics))
+    batches = [_build_score_batch(schema, batch, table) for batch, table in parts]
     about = read_table_metadata(rollouts) | {
         "seconds": clock.seconds,
         "weights": scorer.reward_weights,
+        # The rewards that score some prompt sets only: elsewhere their columns are empty.
+        "of_sets": sorted(scorer.of_sets),
+        # Scores that somebody edits or exchanges do not match it (``write_advantages``).
+        SCORES_DIGEST: compute_content_digest(pa.Table.from_batches(batches)),
     }
-    write_table(
-        path, schema, (_build_score_batch(schema, batch, table) for batch, table in parts), about
-    )
+    write_table(path, schema, batches, about)
 
 
 def _count_rows_at_once(ctx: StageContext, scorer: Scorer) -> int:

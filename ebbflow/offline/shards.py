@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,13 @@ from ebbflow.storage.tables import (
 
 if TYPE_CHECKING:
     import torch
+
+SCORES_DIGEST = "scores_digest"
+"""The key in the metadata of a table of scores that has the sha256 of its values."""
+DATA_DIGEST = "data_digest"
+"""The key in the metadata of captioned data's tables that has the sha256 of what was encoded. Such
+shards are of no stage: every run with the same data, VAE and sizes has them.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,10 +104,17 @@ def build_rollout_batch(
 
 
 def check_shard(
-    ctx: StageContext, path: Path, known: Set[int], latent_shape: tuple[int, ...] | None = None
+    ctx: StageContext,
+    path: Path,
+    known: Set[int],
+    latent_shape: tuple[int, ...] | None = None,
+    identity: Mapping[str, Any] | None = None,
 ) -> None:
     """Check that a file is a rollout shard of this stage, on prompts with ``known`` ids; with a
     shape, that its latents have it.
+
+    Args:
+        identity: what its metadata must say; default: ``build_shard_identity``.
 
     Raises:
         TableError: it is not whole, or is something else.
@@ -113,21 +127,43 @@ def check_shard(
             f"{path} has latents of shape {layout.shape}, and the model's have {latent_shape};"
             " generate it again"
         )
-    differ = [
-        f"{key} = {about.get(key)!r} (this stage's: {mine!r})"
-        for key, mine in build_shard_identity(ctx).items()
-        if about.get(key) != mine
-    ]
-    if differ:
-        raise TableError(
-            f"{path} is a rollout shard of something else: {', '.join(differ)}; generate it with"
-            " this recipe"
-        )
+    require_stage_identity(ctx, path, about, "a rollout shard", identity)
     strange = set(np.unique(read_column(path, "prompt_id").to_numpy()).tolist()) - known
     if strange:
         raise TableError(
             f"{path} has samples of prompt_id = {min(strange)}, and the run's prompts have none;"
             " generate it again"
+        )
+
+
+def read_stage_identity(ctx: StageContext, advantages: Path) -> dict[str, Any]:
+    """Read what tells the shards that a table of advantages belongs to from all others."""
+    if ctx.offline_config.data is None:
+        return build_shard_identity(ctx)
+    return {DATA_DIGEST: read_table_metadata(advantages)[DATA_DIGEST]}
+
+
+def require_stage_identity(
+    ctx: StageContext,
+    path: Path,
+    metadata: Mapping[str, Any],
+    kind: str,
+    identity: Mapping[str, Any] | None = None,
+) -> None:
+    """Check that the metadata of a table name this recipe, stage and seed, or what ``identity``
+    says.
+
+    Raises:
+        TableError: they name others.
+    """
+    differ = [
+        f"{key} = {metadata.get(key)!r} (this stage's: {mine!r})"
+        for key, mine in (identity or build_shard_identity(ctx)).items()
+        if metadata.get(key) != mine
+    ]
+    if differ:
+        raise TableError(
+            f"{path} is {kind} of something else: {', '.join(differ)}; generate it with this recipe"
         )
 
 
@@ -147,6 +183,9 @@ def choose_image_size(ctx: StageContext, shard: int) -> tuple[int, int] | None:
 
 def read_image_size(ctx: StageContext, path: Path) -> tuple[int, int] | None:
     """Return height and width of the images of a shard of this stage; None: those of the model."""
+    if ctx.offline_config.data is not None:
+        size = read_table_metadata(path)["image_size"]  # of its bucket
+        return (size[0], size[1]) if size else None
     if not ctx.config.sizes:
         return None
     return choose_image_size(ctx, read_table_metadata(path)["shard"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import warnings
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +15,7 @@ from ebbflow.data.records import StageRecord
 from ebbflow.models import Model
 from ebbflow.models.base import generate_in_size
 from ebbflow.models.context_parallel import require_one_size
+from ebbflow.offline.anchor import open_anchor
 from ebbflow.offline.batches import (
     BatchPart,
     Shard,
@@ -23,9 +23,13 @@ from ebbflow.offline.batches import (
     list_trainable_shards,
     open_batch_parts,
 )
-from ebbflow.offline.shards import check_shard, read_image_size, sum_phase_seconds
-from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.disk import DiskFullError, raise_if_disk_full
+from ebbflow.offline.shards import (
+    check_shard,
+    read_image_size,
+    read_stage_identity,
+    sum_phase_seconds,
+)
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.tables import count_rows, read_table_metadata
 from ebbflow.timing import Clock
 from ebbflow.training.batches import count_shared_micro_batches
@@ -33,11 +37,11 @@ from ebbflow.training.checkpoint import (
     Checkpoints,
     collect_parts,
     restore_updater,
-    step_of,
     write_part,
 )
-from ebbflow.training.distributed import Ranks, broadcast_first, enter_phase
+from ebbflow.training.distributed import Ranks, enter_phase
 from ebbflow.training.gradients import TrainingError
+from ebbflow.training.group_checkpoints import GroupCheckpoints
 from ebbflow.training.kinds.base import trainable_kind
 from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
@@ -73,19 +77,23 @@ def train_epochs(
             of the checkpoint.
         TrainingError: every step would be warm-up, or no shard has a group for every process.
     """
-    config = ctx.offline_config
     ranks = Ranks.current()
+    group_checkpoints = GroupCheckpoints.of_group(checkpoints) if checkpoints else None
     row_ranks = ranks.row_ranks(updater.policy.context_parallel)
     clock = Clock()
 
     shards, num_steps = _plan_steps(ctx, updater, rollouts, advantages, row_ranks)
     updater.num_updates = num_steps
-    state = _resume_training(checkpoints, updater, recorder, ranks, num_steps)
+    state = _resume_training(group_checkpoints, updater, recorder, ranks, num_steps)
 
     gpus = float(ranks.world * torch.cuda.is_available())
-    parts = open_batch_parts(ctx, model, prompts, shards, ranks, row_ranks, state.step)
+    parts = open_batch_parts(ctx, model, prompts, shards, row_ranks, state.step)
     with closing(parts), handle_sigterm():
-        loop = StageLoop(ctx, state, recorder, checkpoints, num_steps, gpus, quiet=ranks.rank > 0)
+        loop = StageLoop(
+            ctx, state, recorder, group_checkpoints, num_steps, gpus, quiet=ranks.rank > 0
+        )
+        # The same list: the loop pushes what the updater adds to it.
+        state.training_alarms = updater.alarms
         for step, part in zip(loop.iterate_steps(), parts, strict=False):
             enter_phase(f"training step {step + 1} of {num_steps}")
             metrics = _time_update(ctx, updater, part, row_ranks, clock)
@@ -94,39 +102,49 @@ def train_epochs(
             loop.finish_step(metrics, loss=f"{metrics['loss']:.4f}")
             if step + 1 == num_steps:
                 continue  # the policy folder follows at once, and needs no checkpoint before it
-            if checkpoints and (loop.preempted or checkpoints.is_due(step + 1)):
-                _save_checkpoint(checkpoints, updater, ranks, loop)
+            if group_checkpoints and (loop.preempted or group_checkpoints.is_due(step + 1)):
+                state_to_save = loop.build_checkpoint_state()
+                with group_checkpoints.save_step(state.step, state_to_save) as folder:
+                    write_part(folder, updater)
+                    collect_parts(folder, updater)
             if loop.preempted:
                 raise loop.preemption_error()
+    return _build_record(ctx, updater, rollouts, advantages, state)
+
+
+def _build_record(
+    ctx: StageContext,
+    updater: PolicyUpdater,
+    rollouts: list[Path],
+    advantages: Path,
+    state: StageState,
+) -> StageRecord:
+    """Build the record of a stage that has ended, with the seconds of its rollouts and scores."""
+    generated = sum_phase_seconds(rollouts, "rollout")
+    scored = read_table_metadata(advantages)["seconds"]
     return StageRecord(
         label=ctx.stage_label,
-        algorithm=config.algorithm_name,
+        algorithm=ctx.config.algorithm_name,
         samples=sum(count_rows(path) for path in rollouts),
         optimizer_steps=updater.updates,
         steps=state.step,
-        seconds=sum_phase_seconds(rollouts, "rollout")
-        | read_table_metadata(advantages)["seconds"]
-        | {"training": 0.0}
-        | state.seconds,
-        alarms=[*updater.alarms, *state.alarms],
+        seconds=generated | scored | {"training": 0.0} | state.seconds,
+        alarms=[*state.training_alarms, *state.alarms],
     )
 
 
 def train_offline_folder(
     ctx: StageContext,
-    base: Path,
-    folder: Path,
-    prompts: Path,
+    folders: StageFolders,
     rollouts: list[Path],
     advantages: Path,
-    trained: Path,
     recorder: MetricsRecorder,
     checkpoints: Checkpoints | None = None,
     replicas: int = 1,
     context_parallel: int = 1,
 ) -> StageRecord:
-    """``train_epochs`` from a policy folder to a new one; shards the model over the process group
-    where there is one.
+    """``train_epochs`` from the policy folder that ``folders`` name to the one at their output;
+    shards the model over the process group where there is one.
 
     Args:
         replicas: of the sharded model, as of ``Policy``; no more than one where there is no process
@@ -141,16 +159,18 @@ def train_offline_folder(
         ranks = Ranks.current()
         enter_phase("loading the policy")
         policy, metadata = load_policy(
-            ctx, base, folder, None, ranks.world > 1, replicas, context_parallel
+            ctx, folders.base, folders.policy, None, ranks.world > 1, replicas, context_parallel
         )
         recorder.log_tags(log_device())
         updater = PolicyUpdater(policy, ctx.offline_config, metadata)
-        trained_on = read_prompts(prompts, "train")
+        updater.anchor = open_anchor(ctx, policy.model, folders.anchor)
+        trained_on = read_prompts(folders.prompts, "train")
         known = {prompt.prompt_id for prompt in trained_on}
+        identity = read_stage_identity(ctx, advantages)
         # Before anything is trained, and not when an epoch comes to the shard.
         for path in rollouts:
             with generate_in_size(policy.model, read_image_size(ctx, path)):
-                check_shard(ctx, path, known, policy.model.latent_shape)
+                check_shard(ctx, path, known, policy.model.latent_shape, identity)
         record = train_epochs(
             ctx, policy.model, updater, trained_on, rollouts, advantages, recorder, checkpoints
         )
@@ -160,12 +180,12 @@ def train_offline_folder(
             for name in ctx.following_copies:
                 policy.snapshot_copy(name)
         enter_phase("writing the policy folder")
-        save_policy(ctx, updater, metadata, record, trained, write=ranks.rank == 0)
+        save_policy(ctx, updater, metadata, record, folders.output, write=ranks.rank == 0)
     return record
 
 
 def _resume_training(
-    checkpoints: Checkpoints | None,
+    checkpoints: GroupCheckpoints | None,
     updater: PolicyUpdater,
     recorder: MetricsRecorder,
     ranks: Ranks,
@@ -173,54 +193,18 @@ def _resume_training(
 ) -> StageState:
     """Bring the updater to the newest checkpoint, if there is one; return where the stage stands.
 
-    Rank 0 chooses: it reads all of a checkpoint to see that it is whole, and the others must not
-    see something else.
-
     Raises:
         CheckpointError, ArtifactError: another machine has not what rank 0 has.
     """
-    newest = checkpoints.find_newest() if checkpoints and ranks.rank == 0 else None
-    step = broadcast_first(step_of(newest[0]) if newest else 0)
+    newest = checkpoints.find_newest() if checkpoints else None
     state = StageState()
-    if checkpoints and step:
-        # Once on each other machine, because it reads all of the checkpoint.
-        if ranks.local_rank == 0 and ranks.node_rank > 0:
-            checkpoints.require_step(step)
-        folder, saved = checkpoints.load_step(step)
+    if newest:
+        folder, saved = newest
         load_stage_state(folder, saved, state, recorder, num_steps)
         restore_updater(folder, updater)
         if ranks.rank == 0:
-            logger.info("resuming after step %d of %d", step, num_steps)
+            logger.info("resuming after step %d of %d", state.step, num_steps)
     return state
-
-
-def _save_checkpoint(
-    checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ranks, loop: StageLoop
-) -> None:
-    """Save a checkpoint of all processes; none continues, or ends, before it is whole."""
-    enter_phase(f"saving the checkpoint of step {loop.state.step}")
-    # Each machine has a folder for the parts of its ranks, because machines may share no disk; rank
-    # 0 then collects the parts of the others into its own.
-    parts = checkpoints.folder / f".parts-{ranks.node_rank}"
-    if ranks.local_rank == 0:
-        shutil.rmtree(parts, ignore_errors=True)
-        parts.mkdir(parents=True)
-    ranks.wait_for_all()
-    try:
-        with raise_if_disk_full(parts):
-            write_part(parts, updater)
-            collect_parts(parts, updater)
-    except DiskFullError:
-        shutil.rmtree(parts, ignore_errors=True)
-        raise
-    ranks.wait_for_all()
-    if ranks.rank == 0:
-        with checkpoints.save_step(loop.state.step, loop.build_checkpoint_state()) as folder:
-            for path in parts.iterdir():
-                path.replace(folder / path.name)
-    elif ranks.local_rank == 0:
-        shutil.rmtree(parts)
-    ranks.wait_for_all()
 
 
 def _time_update(
@@ -240,7 +224,7 @@ def _update_policy(
     ctx: StageContext, updater: PolicyUpdater, part: BatchPart, ranks: Ranks
 ) -> dict[str, float]:
     """Take one optimiser step of all processes, this one on its part of the batch."""
-    kind = trainable_kind(ctx.config.hyper_parameters.kind)
+    kind = trainable_kind(updater.hyper.kind)
     # Latents wait in main memory, where the thread has read them to.
     device = part.conditioning.device
     batch = kind.build_offline_batch(
@@ -252,7 +236,7 @@ def _update_policy(
         part.group_index,
         part.epoch,
     )
-    rows_per_sample = kind.rows_per_entry(ctx.config.hyper_parameters)
+    rows_per_sample = kind.rows_per_entry(updater.hyper)
     passes = count_shared_micro_batches(
         part.groups, ranks.world, rows_per_sample, ctx.config.micro_batch
     )

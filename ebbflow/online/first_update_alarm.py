@@ -60,7 +60,7 @@ def find_first_update_alarms(
         )
     if lacks_correction(stage, precision):
         alarms.append(
-            "the rollouts are of another policy, engine or precision than training, and nothing"
+            "the rollouts are of another policy or precision than training, and nothing"
             " corrects them: a ratio of mean log-probs is the true one to the power 1 / D. Set"
             " correction: {mode: decoupled, level: trajectory}, or, to train on them as they are,"
             " correction: {mode: bypass}"

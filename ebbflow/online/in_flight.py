@@ -22,7 +22,8 @@ from ebbflow.flow.trajectory import Trajectory
 from ebbflow.online.messages import RolloutReport, RolloutRequest, ScoredRollouts
 from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
 from ebbflow.rewards.combine import ScoreTable
-from ebbflow.rollouts.generate import Rollouts
+from ebbflow.rollouts.generate import Rollouts, find_finite_rows
+from ebbflow.training.checkpoint import CheckpointError
 
 FILE = "in_flight.safetensors"
 HEADER = "in_flight"
@@ -40,10 +41,11 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
         # Part by part: on Ray each is fetched from another machine, or made again if it is gone.
         for index in range(len(step.tasks)):
             part, rollouts, images = await queue.fetch_part(step, index)
-            tensors |= {
-                f"{step.step}/{index}/{name}": value
-                for name, value in _pack_part(part, rollouts, images).items()
-            }
+            if queue.writes_files:
+                tensors |= {
+                    f"{step.step}/{index}/{name}": value
+                    for name, value in _pack_part(part, rollouts, images).items()
+                }
             report = {
                 "version": part.report.version,
                 "receive_seconds": part.report.receive_seconds,
@@ -54,15 +56,29 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
             {"step": step.step, "prompts": prompts, "num_dropped": step.num_dropped, "parts": parts}
         )
     header = {"steps": steps, "next": queue.pending[0] if queue.pending else None}
+    # Every process has fetched the parts, because each part comes from the process that has it.
+    if not queue.writes_files:
+        return
     # One entry of metadata: the library writes several in any order, and bytes must repeat.
     save_file(tensors, folder / FILE, {HEADER: json.dumps(header)})
 
 
 def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
-    """Put the steps of a checkpoint in flight again, done."""
+    """Put the steps of a checkpoint in flight again, done.
+
+    Raises:
+        CheckpointError: an earlier version of Ebbflow stored them, in another layout.
+    """
     with safe_open(folder / FILE, "pt") as file:
         header = json.loads(file.metadata()[HEADER])
         names = list(file.keys())
+        # ``states`` have replaced them (``Trajectory``). Not a new ``CHECKPOINT_FORMAT``: every
+        # checkpoint without recorded trajectories is still read.
+        if any(name.endswith("/trajectory/next_latents") for name in names):
+            raise CheckpointError(
+                f"{folder} has rollouts in flight as an earlier version of Ebbflow stored them;"
+                f" remove {folder.parent} to begin the stage anew, or go on with that version"
+            )
         # Names are "step/request/column", such as "12/0/trajectory/log_probs".
         tensors = {name: file.get_tensor(name) for name in names}
     for saved in header["steps"]:
@@ -71,7 +87,8 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
         # The prompts are saved: a curriculum that has learnt since would choose others.
         prompts = queue.sampler.find_prompts(saved["prompts"])
         # Requests are not stored: seed, step and prompts determine them, noise keys included.
-        for index, request in enumerate(queue.build_requests(step, prompts=prompts)):
+        requests = queue.build_requests(step, prompts=prompts)
+        for index, request in enumerate(requests):
             columns = _select_prefix(f"{step}/{index}/", tensors)
             part = _unpack_part(queue, request, columns, saved["parts"][index])
             task: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
@@ -79,7 +96,7 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
             # just ended.
             task.set_result(part)
             tasks.append(task)
-        queue.in_flight.append(StepInFlight(step, tasks, saved["num_dropped"]))
+        queue.in_flight.append(StepInFlight(step, requests, tasks, saved["num_dropped"]))
     # Steps before "next" are in flight or were trained on.
     while queue.pending and queue.pending[0] != header["next"]:
         queue.pending.popleft()
@@ -96,7 +113,8 @@ def _pack_part(part: ScoredRollouts, rollouts: Rollouts, images: np.ndarray) -> 
     }
     if rollouts.trajectory is not None:
         tensors |= {
-            f"trajectory/{name}": values for name, values in vars(rollouts.trajectory).items()
+            f"trajectory/{name}": values
+            for name, values in rollouts.trajectory.list_columns().items()
         }
     return {name: values.contiguous() for name, values in tensors.items()}
 
@@ -110,10 +128,10 @@ def _unpack_part(
     metrics = {name: values.numpy() for name, values in _select_prefix("metrics/", tensors).items()}
     scores = ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"])
     put = queue.workers.put_value
-    report = RolloutReport(**saved["report"], finite=rollouts.finite_samples, spans=[])
+    report = RolloutReport(**saved["report"], finite=find_finite_rows(rollouts.latents), spans=[])
     images = tensors["images"].numpy()
     statistics = {
-        name: np.where(rollouts.finite_samples, values, np.nan)
+        name: np.where(find_finite_rows(rollouts.latents), values, np.nan)
         # Computed again rather than stored: they follow from the images.
         for name, values in compute_image_statistics(images).items()
     }

@@ -32,10 +32,15 @@ class LocalWorkers:
     Args:
         rollout_worker: left out, it generates with the trainer's own weights, so that none are
             sent.
+        index: of this process among those of the stage, for the numbers of its workers.
     """
 
     def __init__(
-        self, trainer: TrainingWorker, scorer: Scorer, rollout_worker: RolloutWorker | None = None
+        self,
+        trainer: TrainingWorker,
+        scorer: Scorer,
+        rollout_worker: RolloutWorker | None = None,
+        index: int = 0,
     ) -> None:
         ctx = trainer.ctx
         policy = trainer.updater.policy
@@ -47,7 +52,7 @@ class LocalWorkers:
             trainer.updater.algorithm.generates,
             ctx.online_config.reuse_rollout_forward,
         )
-        self.rollout_worker = rollout_worker or RolloutWorker(engine)
+        self.rollout_worker = rollout_worker or RolloutWorker(engine, index)
         self.reward_weights = scorer.reward_weights
         self.reads_latents = scorer.reads_latents
         self.steps_before = trainer.updater.before.steps
@@ -59,14 +64,15 @@ class LocalWorkers:
             return ThreadWorker(RewardWorker(scorer, index), index)
 
         config = ctx.online_config
+        num_rewards = config.resources.reward.count
         rewards = [
-            ThreadWorker(RewardWorker(scorer, index), index)
-            for index in range(config.resources.reward.count)
+            ThreadWorker(RewardWorker(scorer, number), number)
+            for number in range(index * num_rewards, (index + 1) * num_rewards)
         ]
         # One rank and one rollout worker, which take turns. Rewards run in threads, so that images
         # are scored while the next request generates and the policy trains.
-        self.training = TrainingGroup([LocalWorker(trainer)])
-        self.rollout = RolloutPool([LocalWorker(self.rollout_worker)], start_rollout_worker)
+        self.training = TrainingGroup([LocalWorker(trainer, index)])
+        self.rollout = RolloutPool([LocalWorker(self.rollout_worker, index)], start_rollout_worker)
         self.reward = RewardPool(rewards, start_reward_worker, config.scoring)
 
     async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:

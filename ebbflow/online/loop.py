@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,29 +28,30 @@ from ebbflow.algorithms.advantages import (
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.extras import require
+from ebbflow.offline.anchor import open_anchor
+from ebbflow.online.colocated import ColocatedTrainingWorker, ColocatedWorkers, open_queue
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.messages import (
     RolloutBatch,
-    RolloutRequest,
     TrainingReport,
-    build_training_batch,
 )
 from ebbflow.online.monitor import StageMonitor, read_validation_prompts
 from ebbflow.online.parity_gate import check_parity
 from ebbflow.online.prompt_sampler import PromptSampler
-from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
+from ebbflow.online.rollout_queue import count_steps_ahead
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.statistics_alarm import watch_statistics
-from ebbflow.online.timeline import sum_seconds_by_task
-from ebbflow.online.tracing import TraceSpan
+from ebbflow.online.step_metrics import compute_score_means, measure_freshness, measure_speed
+from ebbflow.online.timeline import add_seconds
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageWorkers
 from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored_share
 from ebbflow.rollouts.engine import open_engine
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
-from ebbflow.timing import Clock
 from ebbflow.training.checkpoint import Checkpoints
+from ebbflow.training.distributed import Ranks
+from ebbflow.training.group_checkpoints import GroupCheckpoints
 from ebbflow.training.policy_io import load_policy, read_prompt_statistics
 from ebbflow.training.policy_metadata import read_policy_metadata
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
@@ -70,6 +70,7 @@ def train_online_folder(
     recorder: MetricsRecorder,
     actors: ActorFolders | None = None,
     checkpoints: Checkpoints | None = None,
+    replicas: int = 1,
 ) -> StageRecord:
     """Run the stage on the policy of ``folders.policy`` and leave the trained one at
     ``folders.output``.
@@ -78,15 +79,18 @@ def train_online_folder(
         actors: where workers under ``placement: ray`` find what they load; by default at the paths
             of ``folders`` on every machine.
         checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
+        replicas: of the model, as of ``Policy``, under ``placement: colocated``.
 
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
+    if checkpoints and ctx.online_config.placement == "colocated":
+        checkpoints = GroupCheckpoints.of_group(checkpoints)
     validation = read_validation_prompts(ctx, folders.prompts)
     training = read_prompts(folders.prompts, "train")
     # Models take minutes to load, so a SIGTERM counts from here on. Workers are closed after an
     # error, too: Ray actors would keep their GPUs.
-    with handle_sigterm(), closing(open_workers(ctx, folders, actors)) as workers:
+    with handle_sigterm(), closing(open_workers(ctx, folders, actors, replicas)) as workers:
         metadata = read_policy_metadata(folders.policy)
         state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
@@ -105,7 +109,10 @@ def train_online_folder(
 
 
 def open_workers(
-    ctx: StageContext, folders: StageFolders, actors: ActorFolders | None = None
+    ctx: StageContext,
+    folders: StageFolders,
+    actors: ActorFolders | None = None,
+    replicas: int = 1,
 ) -> StageWorkers:
     """Open the stage's workers, on the policy of ``folders.policy``."""
     if ctx.online_config.placement == "ray":
@@ -116,13 +123,20 @@ def open_workers(
 
         same_paths = ActorFolders.from_paths(folders.base, folders.policy, folders.teachers)
         return RayWorkers(ctx, actors or same_paths)
-    policy, metadata = load_policy(ctx, folders.base, folders.policy, folders.teachers)
+    ranks = Ranks.current()
+    policy, metadata = load_policy(
+        ctx, folders.base, folders.policy, folders.teachers, ranks.world > 1, replicas
+    )
     # Only validations score guardrails; without one their networks need no memory.
     guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
     scorer = load_scorer(ctx.branch_recipe.rewards, guardrails)
-    trainer = TrainingWorker(
-        ctx, PolicyUpdater(policy, ctx.online_config, metadata), metadata, scorer=scorer
-    )
+    updater = PolicyUpdater(policy, ctx.online_config, metadata)
+    updater.anchor = open_anchor(ctx, policy.model, folders.anchor)
+    if ctx.online_config.placement == "colocated":
+        return ColocatedWorkers(
+            ColocatedTrainingWorker(ctx, updater, metadata, ranks.rank, scorer), scorer
+        )
+    trainer = TrainingWorker(ctx, updater, metadata, scorer=scorer)
     rollout_worker = None
     # Another engine holds weights of its own. The reference engine has none: ``LocalWorkers`` lets
     # it generate with the trainer's.
@@ -187,7 +201,9 @@ class OnlineLoop:
             # flight is given up, before the caller ends the workers.
             async with aclosing(self.queue):
                 with closing(self.monitor):
-                    await self._filter_prompts()
+                    # A checkpoint has what an earlier attempt's filter left.
+                    if self.config.prompt_filter and self.state.kept_prompts is None:
+                        await self._filter_prompts(self.config.prompt_filter.samples)
                     await self._train_steps()
         if self.checkpoints and self.config.validation and self.config.validation.best:
             await self._restore_best(self.checkpoints)
@@ -234,7 +250,7 @@ class OnlineLoop:
                 advantages.metrics
                 | report.metrics
                 | {"updates": report.updates}
-                | _measure_freshness(batch, step)
+                | measure_freshness(batch, step)
             )
             # Last, because it reads the clock: what stands above is the step's own time.
             metrics |= await self._measure_step(batch, advantages, report, step, start)
@@ -258,7 +274,6 @@ class OnlineLoop:
         in flight again.
         """
         ctx = self.ctx
-        clock = Clock()
         newest = self.checkpoints.find_newest() if self.checkpoints else None
         if newest:
             folder, saved = newest
@@ -266,20 +281,20 @@ class OnlineLoop:
             # In place: the sampler and the caller hold the same state.
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
             logger.info("resuming after step %d of %d", self.state.step, self.config.steps)
-        with clock.measure_phase("encoding"):
-            # All at once, before the first step: embeddings wait in memory-mapped files, and no
-            # step encodes.
-            prompts = self.sampler.list_possible_prompts()
-            embeddings = await self.workers.training.encode(prompts)
-            # Validation prompts are encoded apart: prompts are padded to the longest of those
-            # encoded together, and validation must not change training.
-            validation_embeddings = None
-            if self.validation:
-                validation_embeddings = await self.workers.training.encode(self.validation)
+        start = time.perf_counter()
+        # All at once, before the first step: embeddings wait in memory-mapped files, and no step
+        # encodes.
+        embeddings = await self.workers.training.encode(self.sampler.list_possible_prompts())
+        # Validation prompts are encoded apart: prompts are padded to the longest of those encoded
+        # together, and validation must not change training.
+        validation_embeddings = None
+        if self.validation:
+            validation_embeddings = await self.workers.training.encode(self.validation)
         # What the timeline does not know: earlier attempts, and the encoding, which is no task of a
         # step.
-        self.seconds_before = _add_seconds(self.state.seconds, clock.seconds)
-        self.queue = RolloutQueue(ctx, self.workers, self.sampler, embeddings, self.state.step)
+        encoding = {"encoding": time.perf_counter() - start}
+        self.seconds_before = add_seconds(self.state.seconds, encoding)
+        self.queue = open_queue(ctx, self.workers, self.sampler, embeddings, self.state.step)
         self.monitor = StageMonitor(
             ctx, self.queue, self.recorder, self.validation, validation_embeddings
         )
@@ -296,29 +311,30 @@ class OnlineLoop:
             self.config.steps,
             _count_gpus(ctx),
             ahead,
+            quiet=not self.queue.writes_files,
         )
 
-    async def _filter_prompts(self) -> None:
-        """The first pass of ``prompt_filter``, unless a checkpoint says what it left.
+    async def _filter_prompts(self, samples: int) -> None:
+        """The first pass of ``prompt_filter``, with ``samples`` samples of each prompt.
 
         Raises:
             ParityError: the engine that would make it does not pass the gate.
             RewardError: too many of its samples have no reward.
             StageError: it leaves too few prompts.
         """
-        config = self.config.prompt_filter
-        if config is None or self.state.kept_prompts is not None:
-            return
         # No step has published weights yet, and another engine generates nothing without them.
         await self._publish_weights(0)
         await check_parity(self.ctx, self.queue, 0, 0)
-        requests = self.queue.build_filter_requests(self.sampler.prompts, config.samples)
+        requests = self.queue.build_filter_requests(self.sampler.prompts, samples)
         tables: list[ScoreTable] = []
-        # As many requests at once as keep all workers busy: their images are in memory together.
-        at_once = self.config.resources.rollout.count + self.config.resources.reward.count
+        at_once = self.queue.max_requests_at_once
         for start in range(0, len(requests), at_once):
-            part = requests[start : start + at_once]
-            tables += await asyncio.gather(*map(self._score_request, part))
+            parts = await self.queue.generate_and_score_all(
+                requests[start : start + at_once], self.queue.weights
+            )
+            tables += [part.scores for part in parts]
+            # Their images are not needed, and would be in memory with those of the next part.
+            del parts
         scores = ScoreTable.concatenate(tables)
         require_scored_share(scores, self.ctx.recipe.max_failed_share)
         # One id for each sample, [N], in the order of the requests and so of the scores.
@@ -334,12 +350,6 @@ class OnlineLoop:
             len(self.sampler.prompts),
         )
         self.recorder.log_metrics({"prompts/kept": num_remaining}, 0)
-
-    async def _score_request(self, request: RolloutRequest) -> ScoreTable:
-        """The scores of the samples of a request, without their images."""
-        weights = self.queue.weights
-        scored = await self.queue.generate_and_score(request, lambda: weights)
-        return scored.scores
 
     async def _publish_weights(self, version: int) -> dict[str, float]:
         """Have new rollouts generated with the weights as they are; what that took."""
@@ -396,16 +406,13 @@ class OnlineLoop:
         """The updates of a step, on all ranks, while other rollouts and rewards continue; rank 0's
         report, with all spans.
         """
-        profiled = self.config.is_profiled("training", batch.step)
-        training_batch = build_training_batch(
-            batch, advantages.values, advantages.keep, profiled, advantages.of_steps
-        )
-        # Put once: every rank gets the same handle, and Ray stores the batch only once.
-        handle = self.workers.put_value(training_batch)
+        # Put once: every rank gets the same handles, and Ray stores what they name only once.
+        requests = self.workers.put_value(batch.requests)
+        shared_advantages = self.workers.put_value(advantages)
         # Handles: the samples go from rollout workers to the ranks without passing through this
         # process.
         rollouts = [part.rollouts for part in batch.parts]
-        reports = await self.workers.training.train(handle, *rollouts)
+        reports = await self.workers.training.train(requests, shared_advantages, *rollouts)
         # Ranks agree on metrics, updates and alarms, because these are averaged or counted over the
         # group; spans are each rank's own.
         self.state.samples += len(advantages.values)
@@ -433,9 +440,7 @@ class OnlineLoop:
         if batch.size:
             metrics |= dict(zip(("size/height", "size/width"), batch.size, strict=True))
         metrics |= watch_statistics(self.ctx, self.state, batch)
-        metrics |= _measure_speed(
-            [*batch.spans, *report.spans], len(advantages.values), end - start
-        )
+        metrics |= measure_speed([*batch.spans, *report.spans], len(advantages.values), end - start)
         # The monitor drains the queue's spans into the timeline; those of rollouts and rewards are
         # there already.
         self.queue.spans += report.spans
@@ -485,7 +490,7 @@ class OnlineLoop:
         self.recorder.log_metrics({"validation/best_step": best_step}, self.state.step)
 
     def _sum_seconds(self) -> dict[str, float]:
-        return _add_seconds(self.seconds_before, self.monitor.timeline.seconds)
+        return add_seconds(self.seconds_before, self.monitor.timeline.seconds)
 
 
 def _count_gpus(ctx: StageContext) -> float:
@@ -494,41 +499,4 @@ def _count_gpus(ctx: StageContext) -> float:
         return float(
             sum(workers.count * workers.gpus for _, workers in ctx.online_config.resources)
         )
-    return float(torch.cuda.is_available())
-
-
-def _add_seconds(*seconds: Mapping[str, float]) -> dict[str, float]:
-    names = dict.fromkeys(name for part in seconds for name in part)
-    return {name: sum(part.get(name, 0.0) for part in seconds) for name in names}
-
-
-def _measure_freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
-    """Age of the samples in training steps, how many were too old, and the time that the weights
-    took to reach the workers.
-    """
-    ages = batch.compute_staleness(version)
-    return {
-        "staleness/mean": fmean(ages),
-        "staleness/max": max(ages),
-        "staleness/dropped_samples": batch.num_dropped,
-        "push/receive_seconds": max(part.report.receive_seconds for part in batch.parts),
-    }
-
-
-def compute_score_means(scores: ScoreTable) -> dict[str, float]:
-    """The mean of every metric that scored something, as it is logged."""
-    return {
-        f"score/{name}": float(np.nanmean(values))
-        for name, values in scores.metrics.items()
-        if np.isfinite(values).any()
-    }
-
-
-def _measure_speed(spans: Sequence[TraceSpan], images: int, seconds: float) -> dict[str, float]:
-    """Seconds and milliseconds per image of each task of a step, and of the step itself, in which
-    tasks may overlap.
-    """
-    spent = sum_seconds_by_task(spans) | {"step": seconds}
-    metrics = {f"seconds/{task}": value for task, value in spent.items()}
-    metrics |= {f"ms_per_image/{task}": 1000 * value / images for task, value in spent.items()}
-    return metrics | {"images_per_second": images / seconds}
+    return float(Ranks.current().world * torch.cuda.is_available())

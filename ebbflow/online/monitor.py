@@ -4,7 +4,6 @@ timeline.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -55,7 +54,7 @@ class StageMonitor:
         self.metrics_logger = metrics_logger
         self.prompts = prompts
         self.embeddings = embeddings
-        self.timeline = Timeline(ctx.online_config.resources)
+        self.timeline = Timeline(ctx.online_config.resources, queue.num_processes)
         self.score: float | None = None
 
     async def record_step(
@@ -142,11 +141,7 @@ class StageMonitor:
         )
         assert self.embeddings is not None
         requests = build_validation_requests(self.ctx, self.prompts, self.embeddings, version)
-        samples = [
-            self.queue.generate_and_score(request, lambda: weights, with_guards=True)
-            for request in requests
-        ]
-        parts = await asyncio.gather(*samples)
+        parts = await self.queue.generate_and_score_all(requests, weights, with_guards=True)
         if served != rolled_out:
             # Back to the copy that rolls out: the engine of this process switches copies when it is
             # told.

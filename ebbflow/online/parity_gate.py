@@ -6,24 +6,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
+from ebbflow.flow.noise import SampleKeys
 from ebbflow.online.messages import RolloutRequest
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.rollouts.parity import plan_parity_samples
 from ebbflow.stage import StageContext
 
+CHECKED_TRANSFERS = 3
+"""Transfers of weights, after the first ones, that are each followed by a look of the gate: an
+engine that ignores adapters shows it once they have changed anything.
+"""
+
 
 async def check_parity(
     ctx: StageContext, queue: RolloutQueue, step: int, first_step: int
 ) -> dict[str, float]:
-    """Measure the engine before the stage's first step, and once more after it: only then weights
-    have been pushed that differ.
+    """Measure the engine before the stage's first steps, and then every ``parity.every`` steps.
 
     Raises:
-        ParityError: its log-probs are not those of the training policy.
+        ParityError: it does not generate what the training policy would.
     """
-    # The reference is what others are compared with. A stage that resumes is gated again: its
-    # engine is a new one.
-    if ctx.online_config.engine == "diffusers" or step > first_step + 1:
+    # The reference is what others are compared with.
+    if ctx.online_config.engine == "diffusers":
+        return {}
+    # A stage that resumes counts from there, because its engine is a new one.
+    transfers = step - first_step
+    if transfers > CHECKED_TRANSFERS and transfers % ctx.online_config.parity.every:
         return {}
     request = _build_parity_request(ctx, queue, step)
     rollouts, _, _ = await queue.generate_request(request, lambda: queue.weights)
@@ -31,15 +41,27 @@ async def check_parity(
 
 
 def _build_parity_request(ctx: StageContext, queue: RolloutQueue, step: int) -> RolloutRequest:
-    """The first samples of a step, recorded as the gate wants them; not profiled, as a profile is
-    of the step's own rollouts.
+    """Some samples of a step, of as many prompts as possible, recorded as the gate wants them; not
+    profiled, as a profile is of the step's own rollouts.
     """
     sampler, plan = plan_parity_samples(ctx.config.sampler)
     # The noise keys are those of the step itself, so the gate looks at samples that count.
-    request = queue.build_requests(step, plan)[0]
-    some = slice(0, ctx.online_config.parity.samples)
-    prompts = request.prompts[some]
-    sample_index = request.sample_index[some]
-    keys = request.keys.select_slice(some)
-    request = replace(request, prompts=prompts, sample_index=sample_index, keys=keys)
-    return replace(request, sampler=sampler, task="parity", profiled=False)
+    requests = queue.build_requests(step, plan)
+    keys = SampleKeys.join_keys([request.keys for request in requests])
+    prompts = [prompt for request in requests for prompt in request.prompts]
+    # The first sample of every prompt before the second of any: what the network computes of a
+    # prompt rounds alike in all of its samples, so that those of one prompt say less.
+    some = np.argsort(keys.samples, kind="stable")[: ctx.online_config.parity.samples]
+    chosen = [prompts[position] for position in some]
+    distinct = {prompt.prompt_id: prompt for prompt in chosen}
+    rows = {prompt_id: row for row, prompt_id in enumerate(distinct)}
+    return replace(
+        requests[0],
+        prompts=chosen,
+        conditioning=queue.embeddings(list(distinct.values())),
+        sample_index=np.array([rows[prompt.prompt_id] for prompt in chosen]),
+        keys=keys.select_samples(some),
+        sampler=sampler,
+        task="parity",
+        profiled=False,
+    )

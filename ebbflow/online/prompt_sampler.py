@@ -30,8 +30,13 @@ class PromptSampler:
     ) -> None:
         self.ctx = ctx
         self.config = ctx.online_config
+        # How many prompts of each set of ``prompts.mixture`` a step takes; empty without one.
+        self.counts = ctx.branch_recipe.prompts.count_by_prompt_set(self.config.prompts_per_step)
         self.state = state or StageState()
         self.prompts = _choose_candidates(ctx, prompts)
+        self._by_id = {prompt.prompt_id: prompt for prompt in self.prompts}
+        self._prompt_sets: list[tuple[list[Prompt], int]] = []
+        self._kept_prompts: list[int] | None = None
 
     @property
     def remaining_prompts(self) -> list[Prompt]:
@@ -92,8 +97,7 @@ class PromptSampler:
 
     def find_prompts(self, ids: Sequence[int]) -> list[Prompt]:
         """Prompts by their ids, in this order."""
-        by_id = {prompt.prompt_id: prompt for prompt in self.prompts}
-        return [by_id[prompt_id] for prompt_id in ids]
+        return [self._by_id[prompt_id] for prompt_id in ids]
 
     def filter_prompts(self, prompt_ids: np.ndarray, moments: Moments) -> None:
         """Leave out what ``prompt_filter`` does, given the rewards of its first pass.
@@ -148,14 +152,18 @@ class PromptSampler:
         """(prompts, how many of them are in a step) of every set of ``prompts.mixture``; without
         one, of all prompts.
         """
-        left = self.remaining_prompts
-        counts = self.ctx.branch_recipe.prompts.count_by_prompt_set(self.config.prompts_per_step)
-        if not counts:
-            return [(left, self.config.prompts_per_step)]
-        return [
-            ([prompt for prompt in left if prompt.source == name], count)
-            for name, count in counts.items()
-        ]
+        # The filter alone changes them, or a checkpoint that is read; a step does not look at every
+        # prompt again.
+        if not self._prompt_sets or self._kept_prompts is not self.state.kept_prompts:
+            left = self.remaining_prompts
+            self._kept_prompts = self.state.kept_prompts
+            self._prompt_sets = [(left, self.config.prompts_per_step)]
+            if self.counts:
+                self._prompt_sets = [
+                    ([prompt for prompt in left if prompt.source == name], count)
+                    for name, count in self.counts.items()
+                ]
+        return self._prompt_sets
 
     def _order_prompts(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
         curriculum = self.config.curriculum

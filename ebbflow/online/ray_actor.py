@@ -33,10 +33,13 @@ from ebbflow.rollouts.engine import Diffusers, open_engine
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
 from ebbflow.storage.disk import safe_join
+from ebbflow.storage.sources import check_sources
 from ebbflow.training import distributed
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import load_policy, open_model
+from ebbflow.training.policy_metadata import choose_policy_config
 from ebbflow.training.update import PolicyUpdater
+from ebbflow.watchdog import enable_stack_dumps
 
 CHUNK = 64 * 2**20
 """Bytes of a file that travel at a time."""
@@ -78,6 +81,9 @@ class WorkerActor:
         algorithms may lie there.
         """
         sys.path += [folder for folder in path if folder not in sys.path]
+        check_sources()
+        # As in the stage's own process; without it SIGUSR1 would end the actor.
+        enable_stack_dumps()
         self.role = role
         self.workers = workers
         self.opened: Any = None
@@ -230,7 +236,11 @@ def open_training_worker(
 def open_rollout_worker(ctx: StageContext, folders: ActorFolders, index: int) -> RolloutWorker:
     if ctx.online_config.engine != "diffusers":
         return RolloutWorker(open_engine(ctx, folders.base()), index, ray.get)
-    policy = Policy(open_model(ctx.recipe, folders.base()), ctx.recipe.policy, ctx.recipe.seed)
+    config = ctx.recipe.policy
+    if config.train == "lora":
+        # Of full training the folder is as large as the model, and its weights come over the wire.
+        config = choose_policy_config(config, folders.policy())
+    policy = Policy(open_model(ctx.recipe, folders.base()), config, ctx.recipe.seed)
     # The weights that arrive are those that generate, whichever copy of the trainer's they are.
     policy.copies.clear()
     return RolloutWorker(Diffusers(ctx, policy), index, ray.get)

@@ -39,7 +39,7 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.image_statistics import create_missing_statistics
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.windows import Plan, plan_window
 from ebbflow.models.base import Size
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import (
@@ -57,6 +57,7 @@ from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.seeding import Stream, make_generator
 from ebbflow.stage import StageContext
+from ebbflow.watchdog import describe_activities
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class StepInFlight:
     """
 
     step: int
+    requests: Sequence[RolloutRequest]
     tasks: list[asyncio.Future[ScoredRollouts]]
     num_dropped: int = 0
     weights: WeightsVersion | None = None
@@ -94,10 +96,15 @@ class RolloutQueue:
         first_step: the step that the stage starts or resumes with.
 
     Attributes:
+        num_processes: that run this loop together; each generates a share of every step.
+        writes_files: whether this process writes what the stage stores once for all of them.
         weights: the newest weights, which new rollouts are generated with.
         spans: what the workers did, including work that was dropped; drained by the stage's
             monitor.
     """
+
+    num_processes = 1
+    writes_files = True
 
     def __init__(
         self,
@@ -119,6 +126,12 @@ class RolloutQueue:
         self.pending = deque(range(first_step, ctx.online_config.steps))
         self.in_flight: list[StepInFlight] = []
 
+    @property
+    def max_requests_at_once(self) -> int:
+        """As many requests as keep all workers busy: their images are in memory together."""
+        resources = self.ctx.online_config.resources
+        return resources.rollout.count + resources.reward.count
+
     async def start_rollouts(self) -> None:
         """Start the rollouts of as many steps as may be in flight.
 
@@ -129,16 +142,10 @@ class RolloutQueue:
         while self.pending and len(self.in_flight) <= self.max_steps_ahead:
             step = self.pending.popleft()
             self.in_flight.append(self._start_step(step, self.build_requests(step)))
-        await self._let_local_worker_generate()
-
-    async def _let_local_worker_generate(self) -> None:
-        """Run every new task up to its first wait, and so all generation in this process.
-
-        A ``LocalWorker`` shares the trainer's weights and never waits while it generates. It must
-        generate now: once training has moved the weights, they are no longer those of the version
-        that the request names.
-        """
-        # One turn of the event loop runs each task that is ready, in the order of the requests.
+        # Run every new task up to its first wait: one turn of the event loop runs each task that is
+        # ready, in the order of the requests. A ``LocalWorker`` shares the trainer's weights and
+        # never waits while it generates, so it generates here. It must: once training has moved
+        # the weights, they are no longer those of the version that the request names.
         await asyncio.sleep(0)
 
     async def next_batch(self, version: int) -> RolloutBatch:
@@ -151,13 +158,13 @@ class RolloutQueue:
         Raises:
             whatever ended one of the rollouts in flight.
         """
-        overtaking = (
-            self.ctx.online_config.placement == "ray" and self.ctx.online_config.mode == "async"
-        )
+        config = self.ctx.online_config
+        overtaking = config.placement == "ray" and config.mode == "async"
         while True:
             # In every turn: a step that ended while others were waited for may hold samples that
-            # are too old.
-            self._regenerate_stale(version)
+            # are too old. In the other modes the age is known: 0 steps, or 1.
+            if config.mode == "async":
+                self._regenerate_stale(version - config.staleness)
             candidates = self.in_flight if overtaking else self.in_flight[:1]
             for step in candidates:
                 # A step whose rollouts are gone is in flight again after this, and is waited for
@@ -172,9 +179,10 @@ class RolloutQueue:
             )
             if not done:
                 logger.info(
-                    "waiting for %d requests; none was generated and scored in %g s",
+                    "waiting for %d requests; none was generated and scored in %g s: %s",
                     len(running),
                     SAY_EVERY_SECONDS,
+                    "; ".join(describe_activities()) or "no worker has one of them",
                 )
             # A task that failed ends the stage now, not when the rest of its step is there.
             for task in done:
@@ -235,16 +243,17 @@ class RolloutQueue:
         """
         if prompts is None:
             prompts = self.sampler.sample_batch(step)
-        # One plan for the whole step: the trajectories of a batch are stacked, so all have the same
-        # W steps. A moving window goes on where the same algorithm left it in an earlier stage of
-        # the policy.
-        plan = chosen or self.ctx.plan_window(self.workers.steps_before + step)
-        profiled = self.ctx.online_config.is_profiled("rollout", step)
-        requests = []
-        for part in self._split_prompts(prompts, self.ctx.config.group_size):
-            repeated, keys = self.ctx.build_sample_groups(part, step)
-            requests.append(self._build_request(step, part, repeated, keys, plan, profiled))
-        return requests
+        group_size = self.ctx.config.group_size
+        return self._build_group_requests(
+            step,
+            prompts,
+            group_size,
+            # Numbers go on from step to step: a prompt that comes again gets other noise.
+            first_sample=step * group_size,
+            sharing=self.ctx.config.noise_sharing,
+            chosen=chosen,
+            profiled=self.ctx.online_config.is_profiled("rollout", step),
+        )
 
     def build_filter_requests(
         self, prompts: Sequence[Prompt], samples: int
@@ -252,54 +261,60 @@ class RolloutQueue:
         """Some samples of each prompt, made as in step 0; their numbers come after those of all
         steps.
         """
-        # The number of a sample decides its noise: no training step may get the same noise again.
-        first_number = self.ctx.online_config.steps * self.ctx.config.group_size
-        plan = self.ctx.plan_window(self.workers.steps_before)
-        requests = []
-        for part in self._split_prompts(prompts, samples):
-            repeated = [prompt for prompt in part for _ in range(samples)]
-            numbers = [first_number + member for _ in part for member in range(samples)]
-            keys = SampleKeys(
-                self.ctx.stage_seed,
-                [prompt.prompt_id for prompt in repeated],
-                numbers,
-                # The initial noise is shared as in a step; the later sharing of a tree is not.
-                self.ctx.noise_sharing[:1],
-            )
-            requests.append(self._build_request(0, part, repeated, keys, plan))
-        return requests
+        return self._build_group_requests(
+            0,
+            prompts,
+            samples,
+            # The number of a sample decides its noise: no training step may get the same again.
+            first_sample=self.ctx.online_config.steps * self.ctx.config.group_size,
+            # The initial noise is shared as in a step; the later sharing of a tree is not.
+            sharing=self.ctx.config.noise_sharing[:1],
+        )
 
-    def _split_prompts(self, prompts: Sequence[Prompt], samples: int) -> list[list[Prompt]]:
-        # Samples of a group that start from the same noise are predicted once, which needs them in
-        # the same request. A group larger than a micro-batch is a request of its own.
-        at_once = max(1, self.ctx.config.micro_batch // samples)
-        return [list(prompts[start : start + at_once]) for start in range(0, len(prompts), at_once)]
-
-    def _build_request(
+    def _build_group_requests(
         self,
         step: int,
-        prompts: list[Prompt],
-        repeated: list[Prompt],
-        keys: SampleKeys,
-        chosen: Plan | None,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        first_sample: int,
+        sharing: Sequence[int],
+        chosen: Plan | None = None,
         profiled: bool = False,
-    ) -> RolloutRequest:
-        """The request of some prompts with as many samples of each; ``repeated`` has the prompt of
-        every sample.
-        """
-        samples_per_prompt = len(repeated) // len(prompts)
-        return RolloutRequest(
-            step,
-            repeated,
-            # One row per prompt; ``sample_index`` repeats it where it is used.
-            conditioning=self.embeddings(prompts),
-            sample_index=np.repeat(np.arange(len(prompts)), samples_per_prompt),
-            keys=keys,
-            sampler=self.ctx.online_config.sampler,
-            plan=chosen,
-            profiled=profiled,
-            size=choose_image_size(self.ctx, step),
-        )
+    ) -> list[RolloutRequest]:
+        """A group of ``group_size`` samples for each prompt, in requests of about a micro-batch."""
+        ctx = self.ctx
+        # One plan for the whole step: the trajectories of a batch are stacked, so all have the same
+        # W steps. A moving window goes on where the same algorithm left it in an earlier stage of
+        # the policy.
+        plan = chosen or plan_window(ctx.config, ctx.stage_seed, self.workers.steps_before + step)
+        size = choose_image_size(ctx, step)
+        # Samples of a group that start from the same noise are predicted once, which needs them in
+        # the same request. A group larger than a micro-batch is a request of its own.
+        at_once = max(1, ctx.config.micro_batch // group_size)
+        requests = []
+        for start in range(0, len(prompts), at_once):
+            part = prompts[start : start + at_once]
+            keys = SampleKeys.number_groups(
+                ctx.stage_seed,
+                [prompt.prompt_id for prompt in part],
+                group_size,
+                first_sample,
+                sharing,
+            )
+            request = RolloutRequest(
+                step,
+                [prompt for prompt in part for _ in range(group_size)],
+                # One row per prompt; ``sample_index`` repeats it where it is used.
+                conditioning=self.embeddings(part),
+                sample_index=np.repeat(np.arange(len(part)), group_size),
+                keys=keys,
+                sampler=ctx.online_config.sampler,
+                plan=plan,
+                profiled=profiled,
+                size=size,
+            )
+            requests.append(request)
+        return requests
 
     async def generate_and_score(
         self,
@@ -345,6 +360,22 @@ class RolloutQueue:
             request, rollouts, images, report, scores, report.spans + spans, statistics
         )
 
+    async def generate_and_score_all(
+        self,
+        requests: Sequence[RolloutRequest],
+        weights: WeightsVersion,
+        with_guards: bool = False,
+    ) -> list[ScoredRollouts]:
+        """``generate_and_score`` for several requests at once, with the same weights; in their
+        order.
+        """
+        return await asyncio.gather(
+            *[
+                self.generate_and_score(request, lambda: weights, with_guards)
+                for request in requests
+            ]
+        )
+
     async def generate_request(
         self, request: RolloutRequest, weights: Callable[[], WeightsVersion]
     ) -> tuple[Handle, Handle, RolloutReport]:
@@ -372,9 +403,14 @@ class RolloutQueue:
         # Fixed now in the other modes: rollouts that are made again use the weights of their step,
         # so the version of a sample does not depend on what was lost.
         weights = None if self.ctx.online_config.mode == "async" else self.weights
-        return StepInFlight(
-            step, [self._start_request(request, weights) for request in requests], weights=weights
-        )
+        tasks = self._start_requests(requests, weights)
+        return StepInFlight(step, requests, tasks, weights=weights)
+
+    def _start_requests(
+        self, requests: Sequence[RolloutRequest], weights: WeightsVersion | None
+    ) -> list[asyncio.Future[ScoredRollouts]]:
+        """The task of each request; ``weights``: as in ``StepInFlight``."""
+        return [self._start_request(request, weights) for request in requests]
 
     def _start_request(
         self, request: RolloutRequest, weights: WeightsVersion | None
@@ -401,18 +437,14 @@ class RolloutQueue:
         return step.is_done
 
     def _regenerate_request(self, step: StepInFlight, index: int, lost: ResultLost) -> None:
-        request = step.tasks[index].result().request
+        request = step.requests[index]
         _warn_of_loss(request, lost)
         step.tasks[index] = self._start_request(request, step.weights)
 
-    def _regenerate_stale(self, version: int) -> None:
-        """Generate those requests of finished steps again that are too old for a policy of
-        ``version``.
+    def _regenerate_stale(self, oldest: int) -> None:
+        """Generate those requests of finished steps again whose weights are older than the version
+        ``oldest``.
         """
-        # In the other modes the age is known: 0 steps, or 1.
-        if self.ctx.online_config.mode != "async":
-            return
-        oldest = version - self.ctx.online_config.staleness
         for step in self.in_flight:
             # The requests of an unfinished step wait: they may still take newer weights.
             if not step.is_done:

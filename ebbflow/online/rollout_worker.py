@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbflow.models.base import Size, generate_in_size
+from ebbflow.models.base import generate_in_size
 from ebbflow.online.messages import RolloutReport, RolloutRequest
 from ebbflow.online.tracing import TaskTimer
 from ebbflow.rollouts.engine import Diffusers, Engine
-from ebbflow.rollouts.generate import Rollouts
+from ebbflow.rollouts.generate import Rollouts, find_finite_rows
 from ebbflow.rollouts.weights import Tensors, WeightsVersion
 
 
@@ -45,9 +45,15 @@ class RolloutWorker:
         """
         # A request names its weights, so a worker that was replaced loads them with its first one.
         receive_seconds = self._load_weights(weights, request.step)
+        sized: AbstractContextManager[None] = nullcontext()
+        if request.size:
+            assert isinstance(self.engine, Diffusers), (
+                "the recipe rejects several sizes of other engines"
+            )
+            sized = generate_in_size(self.engine.policy.model, request.size)
         with (
             self.timer.time_task(request.task, request.step, request.profiled),
-            self._generate_at_size(request.size),
+            sized,
         ):
             # One row per prompt travels; here it is repeated for every sample.
             conditioning = request.conditioning.select_rows(torch.from_numpy(request.sample_index))
@@ -55,7 +61,10 @@ class RolloutWorker:
                 conditioning, request.keys, request.sampler, request.plan
             )
         report = RolloutReport(
-            weights.version, receive_seconds, rollouts.finite_samples, self.timer.drain_spans()
+            weights.version,
+            receive_seconds,
+            find_finite_rows(rollouts.latents),
+            self.timer.drain_spans(),
         )
         # Rollouts may wait for training for some steps, and the device needs the room for the next
         # ones.
@@ -63,14 +72,6 @@ class RolloutWorker:
 
     def close(self) -> None:
         self.engine.close()
-
-    def _generate_at_size(self, size: Size | None) -> AbstractContextManager[None]:
-        if size is None:
-            return nullcontext()
-        assert isinstance(self.engine, Diffusers), (
-            "the recipe rejects several sizes of other engines"
-        )
-        return generate_in_size(self.engine.policy.model, size)
 
     def _load_weights(self, weights: WeightsVersion, step: int) -> float:
         """Bring the engine to these weights; seconds that it took. Without a digest the engine

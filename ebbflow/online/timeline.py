@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import get_args
 
@@ -22,9 +22,10 @@ class Timeline:
         seconds: that workers were busy, by task.
     """
 
-    def __init__(self, resources: ResourcesConfig) -> None:
+    def __init__(self, resources: ResourcesConfig, num_processes: int = 1) -> None:
+        """``num_processes``: that have so many workers each."""
         # Busy seconds are divided by it: two workers that are busy all the time are 1, not 2.
-        self.num_workers = {role: getattr(resources, role).count for role in ROLES}
+        self.num_workers = {role: num_processes * getattr(resources, role).count for role in ROLES}
         self.spans: list[TraceSpan] = []
         self.steps: dict[int, tuple[float, float]] = {}
         self.seconds: dict[str, float] = {}
@@ -86,3 +87,9 @@ def sum_seconds_by_task(spans: Iterable[TraceSpan]) -> dict[str, float]:
     for span in spans:
         seconds[span.task] = seconds.get(span.task, 0.0) + span.seconds
     return seconds
+
+
+def add_seconds(*seconds: Mapping[str, float]) -> dict[str, float]:
+    """Add up seconds by task; a part may lack some of the tasks."""
+    names = dict.fromkeys(name for part in seconds for name in part)
+    return {name: sum(part.get(name, 0.0) for part in seconds) for name in names}

@@ -7,33 +7,35 @@ rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.algorithms.advantages import AdvantageResult, PromptStatistics
 from ebbflow.compute import log_device
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import StageRecord
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.models import Conditioning
 from ebbflow.models.base import device_of, generate_in_size, require_pixels
 from ebbflow.models.encoding import Embeddings, embed_prompts
 from ebbflow.online.first_update_alarm import find_first_update_alarms
-from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
+from ebbflow.online.messages import RolloutRequest, TrainingReport
+from ebbflow.online.sample_exchange import SampleExchange
 from ebbflow.online.tracing import TaskTimer
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts, join_rollouts
-from ebbflow.rollouts.parity import compute_parity_bar, measure_parity
+from ebbflow.rollouts.parity import measure_parity
 from ebbflow.rollouts.weights import Tensors, WeightsVersion, compute_checksum, split_into_buckets
 from ebbflow.seeding import Stream, make_generator
 from ebbflow.stage import StageContext
 from ebbflow.training.batches import (
-    CorrectedRollout,
-    RowBatch,
     SampleGroups,
     count_shared_micro_batches,
     shard_for_rank,
@@ -41,10 +43,13 @@ from ebbflow.training.batches import (
 )
 from ebbflow.training.checkpoint import restore_updater, write_part
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.kinds.base import StepSamples, trainable_kind
+from ebbflow.training.kinds.base import StepSamples, TrainableKind, trainable_kind
 from ebbflow.training.policy_io import save_policy
 from ebbflow.training.policy_metadata import PolicyMetadata
-from ebbflow.training.rollout_correction import apply_rollout_correction
+from ebbflow.training.rollout_correction import (
+    apply_rollout_correction,
+    list_predicted_samples,
+)
 from ebbflow.training.update import PolicyUpdater
 
 
@@ -77,6 +82,7 @@ class TrainingWorker:
             scorer.require_gradients(ctx.config.algorithm_name)
             if scorer.trains_on_images:
                 require_pixels(updater.policy.model, ctx.config.algorithm_name)
+        self.encodes_negatives = ctx.config.needs_guided_copy
         self.timer = TaskTimer("training", rank)
 
     def describe_device(self) -> Mapping[str, str]:
@@ -85,31 +91,46 @@ class TrainingWorker:
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         """Every different prompt, once."""
-        return embed_prompts(
-            self.updater.policy.model, prompts, negatives=self.ctx.config.needs_guided_copy
-        )
+        return embed_prompts(self.updater.policy.model, prompts, negatives=self.encodes_negatives)
 
     def receive(self, *rollouts: Rollouts) -> None:
         """Nothing: what a worker is given comes to its machine, or is found to be gone, before a
         step that all ranks take.
         """
 
-    def train(self, batch: TrainingBatch, *rollouts: Rollouts) -> TrainingReport:
-        """The updates of a step, on the rollouts of all its requests."""
-        model = self.updater.policy.model
+    def train(
+        self, requests: Sequence[RolloutRequest], advantages: AdvantageResult, *rollouts: Rollouts
+    ) -> TrainingReport:
+        """Take the updates of a step.
+
+        Args:
+            requests: of the step, with N samples together.
+            advantages: of these samples.
+            rollouts: those of each request, in their order.
+        """
+        step = requests[0].step
+        profiled = self.ctx.online_config.is_profiled("training", step)
         with (
             # The model's size is set for the step: a stage may train on images of several sizes in
             # turn.
-            self.timer.time_task("training", batch.step, batch.profiled),
-            generate_in_size(model, batch.size),
+            self.timer.time_task("training", step, profiled),
+            generate_in_size(self.updater.policy.model, requests[0].size),
         ):
-            metrics = train_on_batch(
-                self.ctx, self.updater, batch, join_rollouts(rollouts), self.scorer
+            joined, exchange = self.join_step(rollouts)
+            samples, metrics = _build_step_samples(
+                self.ctx, self.updater, requests, advantages, joined, self.scorer, exchange
             )
+            metrics |= _train_on_samples(self.ctx, samples, advantages, step, exchange)
             self.updater.finish_step()
         return TrainingReport(
             metrics, self.updater.updates, self.updater.alarms, self.timer.drain_spans()
         )
+
+    def join_step(self, rollouts: Sequence[Any]) -> tuple[Rollouts, SampleExchange | None]:
+        """Join what ``train`` was given: all samples of the step, and how those come that lie on
+        other ranks; None where all are here.
+        """
+        return join_rollouts(rollouts), None
 
     def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         """The weights that generate from now on, whole, on the CPU of rank 0. The other ranks only
@@ -153,14 +174,20 @@ class TrainingWorker:
         conditioning = request.conditioning.select_rows(sample_index).to(device)
         trajectory = rollouts.move_to(device).trajectory
         assert trajectory is not None, "the samples of the parity gate are recorded"
-        bar = compute_parity_bar(self.ctx.config, trajectory.latents[0, 0].numel())
-        micro_batch = self.ctx.config.micro_batch
-        # The engine has the weights of this copy (``publish``), which need not be those in
-        # training.
-        with policy.use_copy(self.updater.algorithm.generates):
-            return measure_parity(
-                policy, trajectory, conditioning, request.keys, request.sampler, bar, micro_batch
-            )
+        config = self.ctx.config
+        return measure_parity(
+            policy,
+            trajectory,
+            conditioning,
+            request.keys,
+            request.sampler,
+            config.parity,
+            # The engine has the weights of this copy (``publish``), which need not be those in
+            # training.
+            self.updater.algorithm.generates,
+            config.rollout_precision,
+            config.micro_batch,
+        )
 
     def save(self, folder: Path, record: StageRecord, history: PromptStatistics) -> None:
         """Write the policy folder that the stage leaves behind."""
@@ -186,136 +213,147 @@ class TrainingWorker:
         restore_updater(folder, self.updater)
 
 
-def train_on_batch(
-    ctx: StageContext,
-    updater: PolicyUpdater,
-    batch: TrainingBatch,
-    rollouts: Rollouts,
-    scorer: Scorer | None = None,
-) -> dict[str, float]:
-    """All updates of a step, one after another.
-
-    Args:
-        scorer: the rewards, where the algorithm learns from their gradient.
-
-    Returns:
-        metrics averaged over the updates, and ``skipped_updates``: those for which no sample was
-            left to train on.
-    """
-    updater.start_rollout()
-    step, metrics = _build_step_samples(ctx, updater, batch, rollouts, scorer)
-    kind = trainable_kind(ctx.config.hyper_parameters.kind)
-    updates: list[dict[str, float]] = []
-    for selected in _split_groups_over_updates(ctx, batch):
-        groups = kind.list_trained_groups(step, selected)
-        # The correction may have rejected all samples; the skipped update is counted below.
-        if not groups:
-            continue
-        # All ranks count passes over all groups, so that they run the same number of collectives.
-        passes = count_shared_micro_batches(
-            groups,
-            Ranks.current().world,
-            kind.rows_per_entry(ctx.config.hyper_parameters),
-            ctx.config.micro_batch,
-        )
-        shard = shard_for_rank(groups, Ranks.current())
-        rows, earlier_metrics = kind.build_batch(step, shard, passes)
-        updates.append(
-            earlier_metrics | _update_policy(updater, rows, groups, passes, batch.prompt_sets)
-        )
-    if updates:
-        metrics |= kind.summarise_first_update(updates[0])
-    # Only before the first update of a stage should the ratio be 1: no weight has moved.
-    if updater.steps == 0 and step.trajectory is not None:
-        updater.alarms += find_first_update_alarms(
-            ctx.online_config, updater.policy.model.precision, metrics, rollouts.latents[0].numel()
-        )
-    return (
-        metrics
-        | _average_metrics(updates)
-        | {"skipped_updates": ctx.online_config.updates_per_step - len(updates)}
-    )
-
-
 def _build_step_samples(
     ctx: StageContext,
     updater: PolicyUpdater,
-    batch: TrainingBatch,
+    requests: Sequence[RolloutRequest],
+    advantages: AdvantageResult,
     rollouts: Rollouts,
     scorer: Scorer | None,
+    exchange: SampleExchange | None,
 ) -> tuple[StepSamples, dict[str, float]]:
-    """The samples of a step as its updates train on them, with the rollout correction applied; and
-    the metrics of the correction.
+    """Join the samples of a step's requests, with the rollout correction applied; return the
+    metrics of the correction, too.
+
+    Args:
+        scorer: the rewards, where the algorithm learns from their gradient.
+        exchange: where samples lie on the ranks that generated them.
     """
-    # One row per prompt; ``batch.sample_index`` has the row of each sample.
-    conditioning = batch.conditioning.to(device_of(updater.policy.model))
+    # Losses with a copy of the policy from before the step compare with the policy as it is now.
+    updater.start_rollout()
+    keys = SampleKeys.join_keys([request.keys for request in requests])
+    # One row for each prompt. Rows of a request follow those of the requests before it, so its
+    # indices move by as many.
+    conditioning = Conditioning.concatenate([request.conditioning for request in requests])
+    first_row = np.cumsum([0] + [len(request.conditioning) for request in requests])
+    sample_index = np.concatenate(
+        [r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]
+    )
+    conditioning = conditioning.to(device_of(updater.policy.model))
     if not ctx.config.guidance_in_loss:
         conditioning = conditioning.without_guidance()
-    trajectory: CorrectedRollout | None = None
+    trajectory = rollouts.trajectory
     metrics: dict[str, float] = {}
-    if rollouts.trajectory is not None:
-        sample_index = torch.from_numpy(batch.sample_index)
+    if exchange and updater.correction:
+        exchange.bring(list_predicted_samples(len(keys), exchange.ranks.world))
+    if trajectory is not None:
         trajectory, metrics = apply_rollout_correction(
-            updater.policy, ctx.config, rollouts.trajectory, conditioning, batch.keys, sample_index
+            updater,
+            trajectory,
+            conditioning,
+            keys,
+            torch.from_numpy(sample_index),
         )
-        if batch.step_advantages is not None:
+        if advantages.of_steps is not None:
             # In a tree, a step that several samples share is trained once: NaN marks the others.
-            trained = torch.from_numpy(~np.isnan(batch.step_advantages))  # (N, W)
-            trajectory = replace(
-                trajectory, keep=trajectory.keep & trained.to(trajectory.keep.device)
-            )
-    step = StepSamples(
+            keep = torch.from_numpy(~np.isnan(advantages.of_steps))  # (N, W)
+            if trajectory.keep is not None:
+                keep = keep.to(trajectory.keep.device) & trajectory.keep
+            trajectory = replace(trajectory, keep=keep)
+    samples = StepSamples(
         updater=updater,
-        keys=batch.keys,
-        prompts=batch.prompts,
+        keys=keys,
+        prompts=[prompt for request in requests for prompt in request.prompts],
         conditioning=conditioning,
-        sample_index=batch.sample_index,
-        advantages=batch.advantages if batch.step_advantages is None else batch.step_advantages,
+        sample_index=sample_index,
+        advantages=advantages.values if advantages.of_steps is None else advantages.of_steps,
         latents=rollouts.latents,
         trajectory=trajectory,
         velocities=rollouts.velocities,
         scorer=scorer,
     )
-    return step, metrics
+    return samples, metrics
 
 
-def _split_groups_over_updates(ctx: StageContext, batch: TrainingBatch) -> list[SampleGroups]:
+def _train_on_samples(
+    ctx: StageContext,
+    samples: StepSamples,
+    advantages: AdvantageResult,
+    step: int,
+    exchange: SampleExchange | None,
+) -> dict[str, float]:
+    """Take all updates of a step, one after another.
+
+    Returns:
+        metrics averaged over the updates, and ``skipped_updates``: those for which no sample was
+            left to train on.
+    """
+    updater = samples.updater
+    kind = trainable_kind(updater.hyper.kind)
+    ranks = Ranks.current()
+    prompt_sets = {prompt.prompt_id: prompt.source for prompt in samples.prompts}
+    updates: list[dict[str, float]] = []
+    for selected in _split_groups_over_updates(ctx, samples, advantages, step):
+        groups = kind.list_trained_groups(samples, selected)
+        # The correction may have rejected all samples; the skipped update is counted below.
+        if not groups:
+            continue
+        if exchange:
+            groups = _bring_groups(exchange, kind, samples, groups)
+        # All ranks count passes over all groups, so that they run the same number of collectives.
+        passes = count_shared_micro_batches(
+            groups, ranks.world, kind.rows_per_entry(updater.hyper), ctx.online_config.pass_size
+        )
+        rows, earlier_metrics = kind.build_batch(samples, shard_for_rank(groups, ranks), passes)
+        if rows.inputs.predicted:
+            # Predictions with the rollout's graphs come in the rollout's own passes, each of them a
+            # group: their graphs cannot be cut otherwise.
+            passes = int(rows.group_index[-1]) + 1
+        update_metrics = updater.update_policy(rows, passes, prompt_sets)
+        if len(groups) < ranks.world and "grad_variance" in update_metrics:
+            # Every rank had all groups, and each counted as another row.
+            update_metrics["grad_variance"] /= ranks.world
+        updates.append(earlier_metrics | update_metrics)
+    metrics = kind.summarise_first_update(updates[0]) if updates else {}
+    # Only before the first update of a stage should the ratio be 1: no weight has moved.
+    if updater.steps == 0 and samples.trajectory is not None:
+        updater.alarms += find_first_update_alarms(
+            ctx.online_config, updater.policy.model.precision, metrics, samples.latents[0].numel()
+        )
+    num_skipped = ctx.online_config.updates_per_step - len(updates)
+    return metrics | _average_metrics(updates) | {"skipped_updates": num_skipped}
+
+
+def _split_groups_over_updates(
+    ctx: StageContext, samples: StepSamples, advantages: AdvantageResult, step: int
+) -> list[SampleGroups]:
     """The algorithm's sample groups, shuffled and split over the updates of a step; fewer updates
     when groups are too few.
     """
-    prompt_ids = np.array(batch.keys.prompt_ids)
-    groups = ctx.algorithm.select(
-        batch.advantages, batch.keep, prompt_ids, ctx.config.hyper_parameters
-    )
+    updater = samples.updater
+    prompt_ids = np.array(samples.keys.prompt_ids)
+    groups = updater.algorithm.select(advantages.values, advantages.keep, prompt_ids, updater.hyper)
     # Every rank draws the same order, from the seed and the step alone.
     generator = make_generator(
-        ctx.stage_seed, prompt_id=0, sample=batch.step, step=0, stream=Stream.ORDER
+        ctx.stage_seed, prompt_id=0, sample=step, step=0, stream=Stream.ORDER
     )
     shuffled = [groups[index] for index in generator.permutation(len(groups))]
     parts = split_evenly(shuffled, ctx.online_config.updates_per_step)
     return [part for part in parts if part]
 
 
-def _update_policy(
-    updater: PolicyUpdater,
-    rows: RowBatch,
-    groups: SampleGroups,
-    passes: int,
-    prompt_sets: Mapping[int, str],
-) -> dict[str, float]:
-    """Take one optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of
-    them.
+def _bring_groups(
+    exchange: SampleExchange, kind: TrainableKind, step: StepSamples, groups: SampleGroups
+) -> SampleGroups:
+    """Order the groups of an update by the ranks that generated them, so that ``shard_for_rank``
+    leaves most of them there, and bring the others to their ranks.
     """
-    world = Ranks.current().world
-    if rows.inputs.predicted:
-        # Predictions with the rollout's graphs come in the rollout's own passes, each of them a
-        # group: their graphs cannot be cut otherwise.
-        passes = int(rows.group_index[-1]) + 1
-    metrics = updater.update_policy(rows, passes, prompt_sets)
-    if len(groups) < world and "grad_variance" in metrics:
-        # Every rank had all groups, and each counted as another row.
-        metrics["grad_variance"] /= world
-    return metrics
+    first = kind.find_samples(step, np.array([group[0] for group in groups]))
+    ordered = [groups[index] for index in np.argsort(exchange.owners[first], kind="stable")]
+    world = exchange.ranks.world
+    shares = [shard_for_rank(ordered, Ranks(rank, world)) for rank in range(world)]
+    exchange.bring([kind.find_samples(step, np.concatenate(share)) for share in shares])
+    return ordered
 
 
 def _average_metrics(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -42,6 +42,7 @@ from ebbflow.recipe.online import Role, ScoringConfig
 from ebbflow.rewards.base import RewardError
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rollouts.weights import WeightsVersion
+from ebbflow.watchdog import watch
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,14 @@ class ThreadWorker(LocalWorker):
 
         # A thread of its own rather than a pool's: a pool waits for hung threads at exit.
         threading.Thread(target=run_call, name=f"reward {self.index}", daemon=True).start()
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            # Training and rollouts of this process keep the event loop from its turn for minutes.
+            # It then sees the deadline of a call together with an answer that came in time.
+            if answer.cancelled() or not answer.done():
+                raise
+            return answer.result()
 
 
 class WorkerPool:
@@ -199,11 +207,14 @@ class WorkerPool:
         self.turn = asyncio.Semaphore(len(workers))
         self.num_replaced = 0
 
-    async def run(self, call: Callable[[Worker], Awaitable[Result]]) -> Result:
+    async def run(
+        self, call: Callable[[Worker], Awaitable[Result]], what: str = "a call"
+    ) -> Result:
         """Run a call on the next idle worker.
 
         Args:
             call: makes the call on a worker; evaluated when a worker takes it, at every attempt.
+            what: names it where it takes long.
 
         Raises:
             CallFailed: every attempt failed; errors that are not retried are raised as they are.
@@ -216,7 +227,8 @@ class WorkerPool:
             for _ in range(self.max_attempts):
                 try:
                     async with asyncio.timeout(self.timeout) as deadline:
-                        return await call(worker)
+                        with watch(f"{self.role} worker {worker.index}: {what}"):
+                            return await call(worker)
                 except Exception as error:
                     # The call may raise a TimeoutError of its own, such as a reward whose server
                     # did not answer. Only the pool's own deadline means that the worker hangs.
@@ -271,7 +283,8 @@ class RolloutPool(WorkerPool):
         # In mode ``async`` the request waits for a worker and then takes the newest weights, not
         # those of the time at which it was queued.
         return await self.run(
-            lambda worker: worker.call(RolloutWorker.generate, request, weights())
+            lambda worker: worker.call(RolloutWorker.generate, request, weights()),
+            f"generating samples of step {request.step}",
         )
 
 
@@ -312,7 +325,8 @@ class RewardPool(WorkerPool):
                 with_guards,
                 profiled,
                 rollouts,
-            )
+            ),
+            f"scoring samples of step {request.step}",
         )
 
 
@@ -340,14 +354,13 @@ class TrainingGroup:
         """
         await self.call(TrainingWorker.receive, *rollouts)
 
-    async def train(self, batch: Handle, *rollouts: Handle) -> list[TrainingReport]:
-        """Take the updates of a step; every rank's report.
-
-        Args:
-            batch: handle of the ``TrainingBatch``.
-            rollouts: those of each request of the step, in their order.
+    async def train(
+        self, requests: Handle, advantages: Handle, *rollouts: Handle
+    ) -> list[TrainingReport]:
+        """Take the updates of a step; every rank's report. Arguments are handles of those of
+        ``TrainingWorker.train``.
         """
-        return await self.call(TrainingWorker.train, batch, *rollouts)
+        return await self.call(TrainingWorker.train, requests, advantages, *rollouts)
 
     async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         """Gather the weights that generate from now on (``TrainingWorker.publish``)."""

@@ -186,7 +186,7 @@ def _plot_metric_progress(
             axes.axhline(champion_mean, color=INK, linestyle=(0, (4, 3)), linewidth=1)
         axes.set_xlim(-0.3, len(values) - 0.7)
         _label_evaluations(axes, labels)
-        _set_plain_scale(axes)
+        set_plain_scale(axes)
         axes.grid(axis="x", visible=False)
         steps = ", ".join(
             f"{each} {format_number(value)}" for each, value in zip(labels, values, strict=True)
@@ -272,9 +272,9 @@ def plot_scatter(before: Sequence[float], after: Sequence[float], metric: str) -
             xlabel=f"{format_metric_name(metric)}, before",
             ylabel=f"{format_metric_name(metric)}, after",
         )
-        _set_plain_scale(axes)
+        set_plain_scale(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set_major_formatter(lambda value, _: _format_short(value))
+        axes.xaxis.set_major_formatter(lambda value, _: format_short(value))
         figure.legend(
             loc="outside upper left", ncols=3, handletextpad=0.2, columnspacing=1.0, markerscale=0.8
         )
@@ -290,7 +290,7 @@ def plot_training(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
     return [
         _plot_panel(panel, metrics)
         for panel in PANELS
-        if any(_read_series(metrics, key)[0] for key in panel.lines)
+        if any(read_series(metrics, key)[0] for key in panel.lines)
     ]
 
 
@@ -401,22 +401,22 @@ def _plot_panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
     with matplotlib.rc_context(STYLE):
         figure, axes = create_figure(2.42, 1.45)
         if panel.band:
-            low, high = (_read_series(metrics, key) for key in panel.band)
+            low, high = (read_series(metrics, key) for key in panel.band)
             # A band needs both metrics at the same steps; a stage may report one of them alone.
             if low[0] and low[0] == high[0]:
                 axes.fill_between(low[0], low[1], high[1], color=SERIES[0], alpha=0.16, linewidth=0)
         last_values = []
         for key, colour, dashes in zip(panel.lines, SERIES, LINES, strict=False):
-            steps, values = _read_series(metrics, key)
+            steps, values = read_series(metrics, key)
             if steps:
                 # A line through one point is invisible.
                 marker = "o" if len(steps) == 1 else None
                 axes.plot(
                     steps, values, color=colour, linestyle=dashes, marker=marker, markersize=3
                 )
-                last_values.append(_format_short(values[-1], 2 if len(panel.lines) > 1 else 3))
+                last_values.append(format_short(values[-1], 2 if len(panel.lines) > 1 else 3))
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        _set_plain_scale(axes)
+        set_plain_scale(axes)
         axes.margins(x=0.02)
         value = " / ".join(last_values)
         return Chart(
@@ -424,7 +424,7 @@ def _plot_panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
         )
 
 
-def _read_series(
+def read_series(
     metrics: Sequence[Mapping[str, float]], key: str
 ) -> tuple[list[float], list[float]]:
     """Read the steps and finite values of one metric, averaged over spans when there are more than
@@ -438,14 +438,15 @@ def _read_series(
     return steps, values
 
 
-def _set_plain_scale(axes: Axes) -> None:
+def set_plain_scale(axes: Axes) -> None:
     """Put three or four plain numbers on the y axis, and leave room above and below."""
     axes.yaxis.set_major_locator(MaxNLocator(3))
-    axes.yaxis.set_major_formatter(lambda value, _: _format_short(value))
+    axes.yaxis.set_major_formatter(lambda value, _: format_short(value))
     axes.margins(y=0.12)
 
 
-def _format_short(value: float, digits: int = 3) -> str:
+def format_short(value: float, digits: int = 3) -> str:
+    """Write a number for an axis, or for the last value of a curve."""
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:

@@ -10,9 +10,9 @@ Why
     no GPU stack, so tasks and workflows import this room freely.
 
 How
-    - ``recipe`` is the root; ``prompts``, ``model``, ``policy``, ``evaluation`` and ``promotion``
-      are its parts; ``stages`` the kinds of stages, ``choices`` what a stage chooses besides its
-      algorithm.
+    - ``recipe`` is the root, and ``recipe_file`` reads it; ``prompts``, ``model``, ``policy``,
+      ``evaluation`` and ``promotion`` are its parts; ``stages`` the kinds of stages, ``choices``
+      what a stage chooses besides its algorithm.
     - ``registry`` finds the algorithms and rewards by their folders: each file there defines its
       own configuration class.
     - ``plugins`` resolves names and a user's ``package.module:Name``; ``base`` explains errors and
@@ -28,6 +28,7 @@ Gotchas
 """
 
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.recipe import Recipe, load_recipe
+from ebbflow.recipe.recipe import Recipe
+from ebbflow.recipe.recipe_file import load_recipe
 
 __all__ = ["Recipe", "RecipeError", "load_recipe"]

@@ -94,6 +94,11 @@ class AlgorithmConfig(Strict):
             ``window.size``).
         needs_density: the loss takes log-probs as logarithms of a density, which those of the
             ``cps`` sampler are not.
+        compares_means: the loss compares the means of steps with those of the rollout, which keeps
+            them for it, a latent for each trained step.
+        imitates: the loss makes every sample likelier, so that captioned data without rewards can
+            be its samples.
+        data_defaults: ``stage_defaults`` of a stage with ``data``, those of ``algorithm`` included.
         paper: arXiv id of the publication.
     """
 
@@ -102,6 +107,9 @@ class AlgorithmConfig(Strict):
     stage_defaults: ClassVar[dict[str, Any]] = {}
     published: ClassVar[dict[str, PublishedSetting]] = {}
     needs_density: ClassVar[bool] = False
+    compares_means: ClassVar[bool] = False
+    imitates: ClassVar[bool] = False
+    data_defaults: ClassVar[dict[str, Any]] = {}
     paper: ClassVar[str] = ""
 
     def ratio_range(self, dims: int) -> float | None:

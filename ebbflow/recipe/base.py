@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import math
 import re
-import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
-from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
@@ -19,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationErro
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from ebbflow.recipe.foreign_keys import FOREIGN_KEYS
+from ebbflow.recipe.key_docs import read_field_docs
 from ebbflow.recipe.secrets import is_secret_option, redact_secrets
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
@@ -30,6 +28,8 @@ MAX_VALUES = 100_000
 MAX_DEPTH = 50
 MAX_PROBLEMS = 20
 """Problems that one error explains."""
+ADDRESS = re.compile(r"\s*(?:[A-Za-z][A-Za-z0-9+.-]*:)?//")
+"""How a URI begins."""
 SECRET = re.compile(
     r"token|secret|pass|pwd|key|credential|auth|cookie|dsn|header|connection|sig|jwt", re.IGNORECASE
 )
@@ -140,65 +140,6 @@ def _mark_wrong_type(value: Any, kinds: frozenset[Any]) -> Any:
     return value
 
 
-def read_field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field of a model, including inherited fields.
-
-    Read from the source when somebody asks: pydantic's ``use_attribute_docstrings`` reads it as the
-    class is made, and its search for the source loads every module that flytekit meant to load
-    lazily, Ray and pandas among them.
-    """
-    docs: dict[str, str] = {}
-    # From the last base class to the model itself, so that a redefined field has its own docstring.
-    for owner in reversed(model.__mro__):
-        if issubclass(owner, Strict) and owner is not Strict:
-            docs |= _read_docs_by_class(owner.__module__).get(owner.__name__, {})
-    return docs
-
-
-def group_keys(model: type[BaseModel]) -> dict[str, list[str]]:
-    """Return the keys of a model by the heading of their group, in the order of the groups.
-
-    A group is a base class with a ``heading``. Keys of no group come first, below an empty heading.
-
-    Example:
-        >>> group_keys(OnlineStageConfig)
-        {"": ["kind"], "algorithm, loss and optimiser": ["algorithm", "advantages", ...], ...}
-    """
-    groups: dict[str, list[str]] = {"": []}
-    heading_of_key: dict[str, str] = {}
-    for owner in reversed(model.__mro__):
-        heading = vars(owner).get("heading", "")
-        # A class without a heading may change the default of a key, which stays in its group.
-        if heading:
-            heading_of_key |= dict.fromkeys(owner.__annotations__, heading)
-    for key in model.model_fields:
-        groups.setdefault(heading_of_key.get(key, ""), []).append(key)
-    return groups
-
-
-@cache
-def _read_docs_by_class(module: str) -> dict[str, dict[str, str]]:
-    """Return class name to field to docstring of a module; nothing if it has no source file."""
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    if not file.endswith(".py"):
-        return {}
-    classes = [
-        node
-        for node in ast.walk(ast.parse(Path(file).read_bytes()))
-        if isinstance(node, ast.ClassDef)
-    ]
-    return {node.name: dict(_iterate_field_docs(node)) for node in classes}
-
-
-def _iterate_field_docs(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, text in pairwise(node.body):
-        match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                value=ast.Constant(value=str(doc))
-            ):
-                yield name, " ".join(doc.split())
-
-
 Locate = Callable[[tuple[Any, ...]], str]
 """From a path in nested data to ``"file:line: "`` of it."""
 
@@ -303,8 +244,11 @@ def require_no_secrets(
 
 def _describe_secret(path: tuple[Any, ...], value: Any) -> str | None:
     """Return what an error may say of a value that is or holds a secret; None for other values."""
-    if isinstance(value, str) and redact_secrets(value) != value:
-        return "holds a password, a token or a key"
+    if isinstance(value, str):
+        # A password that was copied with a newline in it ends there for every pattern.
+        text = re.sub(r"[\r\n\t]", "", value) if ADDRESS.match(value) else value
+        if redact_secrets(text) != text:
+            return "holds a password, a token or a key"
     if isinstance(value, dict):
         # The values of a mapping are leaves of their own; only its keys are left to check.
         keys = [key for key in value if isinstance(key, str)]
@@ -312,7 +256,10 @@ def _describe_secret(path: tuple[Any, ...], value: Any) -> str | None:
             return "has a key with a password or a token in it"
     # Only ``options`` have keys that users choose; the names of all others are known.
     if "options" in path[:-1] and is_secret_option(path[path.index("options") + 1 :], value):
-        return "is a secret, by its name"
+        return (
+            "is a secret, by its name or by how random it is (a public random value may stand under"
+            " a name that says so: ..._revision, ..._commit, ..._digest, ..._sha256)"
+        )
     return None
 
 
@@ -429,10 +376,10 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 def _explain_problem(problem: Any, model: type[BaseModel]) -> str:
     if problem["type"] == "extra_forbidden":
         known = sorted(_list_sibling_keys(problem["loc"], model))
-        return (
-            f"unknown key; {suggest_name(format_path(problem['loc'][-1:]), known)}Known keys here:"
-            f" {', '.join(known)}"
-        )
+        key = format_path(problem["loc"][-1:])
+        own_key = FOREIGN_KEYS.get(key)
+        hint = f"Ebbflow calls it {own_key!r}. " if own_key else suggest_name(key, known)
+        return f"unknown key; {hint}Known keys here: {', '.join(known)}"
     if problem["type"] == "union_tag_invalid":
         return _list_choices(problem["ctx"]["tag"], problem["ctx"]["expected_tags"])
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):

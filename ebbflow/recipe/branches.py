@@ -101,11 +101,13 @@ def _check_branch_of_stage(
             f"{key}.branch = {stage.branch!r}: no such branch; 'branches' has"
             f" {', '.join(branches) or 'none'}"
         )
-    if stage.branch and getattr(stage, "pairs", None):
+    if stage.branch and stage.source_files:
         raise ValueError(
-            f"{key} trains on pairs, whose prompts are of no branch; take branch:"
+            f"{key} trains on pairs or data, whose prompts are of no branch; take branch:"
             f" {stage.branch} out of it"
         )
+    if stage.anchor and branches_teaching(stage):
+        raise ValueError(f"{key} learns from branches, and its tasks take no anchor; leave it out")
     for name in branches_teaching(stage):
         # Branches run side by side, so none of them can wait for the policy of another.
         if stage.branch:

@@ -132,16 +132,18 @@ class SizeConfig(Strict):
 
 
 class ParityConfig(Strict):
-    """The parity gate of a rollout engine: before it may generate, its log-probs must agree with
-    those of the training policy on the same noise."""
+    """The parity gate of a rollout engine: the denoising steps that it takes must be those of the
+    training policy on the same noise, with the weights of that moment."""
 
     samples: int = Field(4, ge=1)
     """Number of samples that the gate compares."""
-    bar: float | None = Field(None, gt=0)
-    """Largest difference that passes, in absolute value: of a sample's log-prob at one step, which
-    is a mean over the latent's elements like every log-prob here. Default: the clip range of the
-    algorithm (for ``flow_dppo`` sqrt(2 tau / D)), so that no sample of the gate would have lost its
-    gradient; 1e-3 for algorithms without a clip."""
+    every: int = Field(50, ge=1)
+    """Number of training steps of an online stage between two looks of the gate. It also looks
+    before each of the first four steps: a new adapter changes nothing before the first update."""
+    max_shift: float | None = Field(None, gt=0)
+    """Largest shift of a denoising step's mean that passes, in standard deviations of the step's
+    noise. Default: 3 times the rounding error that is measured of the policy itself, or what makes
+    a divergence of .001 nats."""
 
 
 class WindowConfig(Strict):

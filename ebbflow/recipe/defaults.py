@@ -21,7 +21,9 @@ online stage that sets only the algorithm's name; offline stages have the same, 
 **deviates** and give the reason. Published values are for models with 65,536 latent elements and
 more, and most of them are for LoRA adapters; recipes for the glyph model state what they change.
 
-A source is a repository on GitHub, a file, and an entry in that file.
+A source is a repository on GitHub, a file, and an entry in that file. `python -m
+benchmarks.published` reads the sources and compares
+([results](../benchmarks/results/published.md)).
 """
 
 ORDER = (

@@ -34,13 +34,15 @@ class EvaluationConfig(Strict):
     """Samples per forward pass."""
     samples: int = Field(4, ge=1, le=64)
     """Number of samples of each of the ``repeated_prompts``. All other prompts have one sample."""
-    repeated_prompts: int = Field(16, ge=0)
-    """Number of held-out prompts with several ``samples``; the first ones are used. These samples
-    measure the diversity of a prompt's images and the score of the best one."""
-    confidence: float = Field(0.95, gt=0.5, lt=1)
-    """Confidence level of the intervals that the gate and the report show."""
+    repeated_prompts: int | None = Field(None, ge=0)
+    """Number of held-out prompts with several ``samples``; the first ones are used. Default: all.
+    More samples let the gate prove smaller gains, and measure the diversity of a prompt's images
+    and the score of the best one. A smaller number makes evaluations shorter."""
+    confidence: float = Field(0.95, ge=0.8, lt=1)
+    """Confidence level of the intervals in the report, and of the gate's tests of guardrails and
+    anchor. For the reward the gate has an error budget (``promotion.error_budget``)."""
     resamples: int = Field(10_000, ge=100)
-    """Number of bootstrap resamples of an interval."""
+    """Number of bootstrap resamples of a test of the image statistics."""
 
     @model_validator(mode="after")
     def _check_sampler(self) -> EvaluationConfig:

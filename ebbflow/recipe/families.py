@@ -41,6 +41,8 @@ class Family:
         has_fixed_size: whether it generates the size that it was trained on and no other; a recipe
             cannot set another for the model, its stages or its evaluation.
         unsupported_keys: further keys of ``model`` that have no effect on the family.
+        caveat: how what its pipeline generates differs from what is trained, rewarded and
+            evaluated; empty where they are the same. ``check``, the report and ``export`` say it.
 
     Example:
         >>> Family(adapter="FluxKontextModel", guided=False, edits_images=True)
@@ -55,6 +57,7 @@ class Family:
     trains_base_model: bool = False
     has_fixed_size: bool = False
     unsupported_keys: tuple[str, ...] = ()
+    caveat: str = ""
 
 
 def _read_family_record(file: Path) -> Family | None:

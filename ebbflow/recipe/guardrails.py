@@ -8,8 +8,11 @@ from ebbflow.recipe.families import find_family
 from ebbflow.recipe.registry import AnyRewardConfig, configure_reward
 from ebbflow.recipe.rewards import RewardConfig
 
-MIN_COMPARED = 2
-"""Held-out prompts that the gate needs to compare a metric."""
+MIN_PROMPTS = 16
+"""Prompts on which a gate compares a metric at least, the reward and each guardrail, the gate of a
+run and that of a branch: the least for which the simulation of ``benchmarks.gate`` shows that the
+errors are what they should be.
+"""
 
 # The default of the field ``Recipe.guardrails`` as well: the digest counts a key as set when its
 # value is not the field's default, so another list here would change the digest of every recipe of

@@ -27,7 +27,8 @@ DESCRIPTIONS: dict[Alphabet, str] = {
 
 
 class GlyphTrainingConfig(Strict):
-    """Training of the glyph base model from scratch, if ``model.path`` is not set."""
+    """Training of the glyph base model from scratch, if ``model.path`` is not set. With the
+    defaults nothing is trained: that model comes with the package."""
 
     height: int = Field(16, ge=16, le=64, multiple_of=8)
     width: int = Field(32, ge=16, le=256, multiple_of=8)
@@ -98,6 +99,9 @@ class ModelConfig(PretrainedSourceConfig):
     guidance: float = Field(1.0, ge=1)
     """Scale of classifier-free guidance (``sd3``, ``wan``; ``qwen_image`` rescales the norm), or
     the guidance that the network takes as an input (``flux``). 1: no guidance."""
+    guidance_2: float | None = Field(None, ge=1)
+    """Scale of classifier-free guidance of the transformer for low noise, for families with two
+    (``guidance_scale_2`` of their pipelines). Default: ``guidance``."""
     max_tokens: int | None = Field(None, ge=1)
     """Maximum prompt length, in tokens of the large text encoder. Default: the length of the
     family's pipeline."""
@@ -154,6 +158,23 @@ class ModelConfig(PretrainedSourceConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_guidance_of_low_noise(self) -> ModelConfig:
+        if self.guidance_2 is None:
+            return self
+        family = find_family(self.family)
+        if family and not family.experts:
+            raise ValueError(
+                f"guidance_2 = {self.guidance_2:g}: {self.family} has one transformer; leave it out"
+            )
+        if self.guidance == 1:
+            # The pipeline encodes no negative prompts then, for neither of the two.
+            raise ValueError(
+                f"guidance_2 = {self.guidance_2:g} without guidance; set guidance above 1, or leave"
+                " guidance_2 out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_memory_keys_have_effect(self) -> ModelConfig:
         # A key that does nothing is an error here and below: who set it counted on its memory.
         if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:
@@ -197,3 +218,13 @@ def resize_model(model: ModelConfig, height: int | None, width: int | None) -> M
     return model.model_copy(
         update={"height": height or model.height, "width": width or model.width}
     )
+
+
+def find_picture_size(model: ModelConfig) -> tuple[int, int] | None:
+    """Height and width of the model's images, in pixels; None where only the loaded model knows
+    them.
+    """
+    family = find_family(model.family)
+    # The glyph model has the size that it is trained at.
+    size = model.training if family and family.has_fixed_size else model
+    return (size.height, size.width) if size.height and size.width else None

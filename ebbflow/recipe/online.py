@@ -25,6 +25,16 @@ MODES = {
         " parts; older ones are dropped"
     ),
 }
+PLACEMENTS = {
+    "in_process": "everything runs in one process, on one GPU",
+    "colocated": (
+        "a group of processes (``train_processes`` on each of ``train_nodes``, keys of the"
+        " deployment), each of which generates, scores and trains on a share of every step, on a"
+        " GPU of its own"
+    ),
+    "ray": "training, rollouts and rewards have workers of their own, as Ray actors",
+}
+Placement = Literal["in_process", "colocated", "ray"]
 Mode = Literal["sync", "one_step_off", "async"]
 Role = Literal["training", "rollout", "reward"]
 
@@ -44,8 +54,8 @@ class WorkersConfig(Strict):
 
 
 class ResourcesConfig(Strict):
-    """The workers of an online stage. With ``placement: in_process`` only ``reward.count`` may be
-    above 1."""
+    """The workers of an online stage. Without ``placement: ray`` only ``reward.count`` may be above
+    1: the threads of a process that score."""
 
     training: WorkersConfig = WorkersConfig()
     rollout: WorkersConfig = WorkersConfig()
@@ -206,9 +216,7 @@ class PlacementKeys(Strict):
     staleness: int = Field(1, ge=1)
     """With mode ``async``: the number of optimisation steps that the policy may be ahead of the
     rollouts that it trains on."""
-    placement: Literal["in_process", "ray"] = "in_process"
-    """``in_process``: everything runs in one process. ``ray``: training, rollouts and rewards have
-    workers of their own, as Ray actors."""
+    placement: Placement = Field("in_process", description=describe_choices(PLACEMENTS))
     resources: ResourcesConfig = ResourcesConfig()
     rollout_timeout: float = Field(3600, gt=0)
     """With ``placement: ray``: seconds for the rollouts of one part of a step. A worker that takes
@@ -225,7 +233,8 @@ class PlacementKeys(Strict):
             if getattr(self.resources, single_role).count > 1:
                 raise ValueError(
                     f"resources.{single_role}.count above 1 needs processes of their own; set"
-                    " placement: ray, or leave it at 1"
+                    " placement: ray, or leave it at 1 (with placement: colocated the deployment's"
+                    " train_processes counts the processes)"
                 )
         # Compared with the defaults, so that a resolved recipe, which spells out every key, passes.
         defaults = vars(WorkersConfig())

@@ -22,14 +22,16 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 PATTERN = re.compile(r"[*?[]")
 HTTP_PATTERN = re.compile(r"[*[]")
 """What Flyte and fsspec take for the pattern of several files."""
-PATH_KEYS = {"path", "source", "held_out_source", "pairs", "teacher"}
+PATH_KEYS = {"path", "source", "held_out_source", "pairs", "teacher", "hacked"}
 """Recipe keys that name files, folders or ``package.module:name``."""
-PATH_MAPPINGS = {"teachers"}
-"""Recipe keys of mappings whose values name files, folders or URIs."""
+PATH_MAPPINGS = {"teachers", "labels"}
+"""Recipe keys of mappings and lists whose values name files, folders or URIs."""
 SQLITE = re.compile(r"sqlite(\+\w+)?:")
 SHIPPED = "ebbflow:datasets/"
 """Prefix of a path to a file that is installed with Ebbflow. It means the same on every machine."""
 PACKAGE = Path(__file__).parents[1]
+# A link in a clone, which Flyte's upload of sources leaves out; it has the folder that it leads to.
+SHIPPED_HOME = PACKAGE if (PACKAGE / "datasets").exists() else PACKAGE.parent
 
 
 def check_path(text: str) -> str:
@@ -92,13 +94,16 @@ def check_store_uri(uri: str) -> str:
 
 def resolve_local_path(text: str) -> Path:
     """Return where a file is on this machine, also that of ``ebbflow:datasets/...``."""
-    return PACKAGE / text.removeprefix("ebbflow:") if text.startswith(SHIPPED) else Path(text)
+    if text.startswith(SHIPPED):
+        return SHIPPED_HOME / text.removeprefix("ebbflow:")
+    return Path(text)
 
 
 def list_shipped_files() -> list[str]:
     """Return the prompt files that are installed with Ebbflow, as a recipe names them."""
     return sorted(
-        f"ebbflow:{path.relative_to(PACKAGE)}" for path in PACKAGE.glob("datasets/*/prompts.*")
+        f"ebbflow:{path.relative_to(SHIPPED_HOME)}"
+        for path in SHIPPED_HOME.glob("datasets/*/prompts.*")
     )
 
 
@@ -114,10 +119,15 @@ def resolve_paths(data: Any, folder: Path, all_paths: bool = False) -> Any:
     relative, so that the recipe means the same on other machines.
 
     Args:
-        all_paths: every text in this mapping is a path, whatever its key.
+        all_paths: every text in this mapping or list is a path, whatever its key.
     """
     if isinstance(data, list):
-        return [resolve_paths(item, folder) for item in data]
+        return [
+            _resolve_path(item, folder)
+            if all_paths and isinstance(item, str)
+            else resolve_paths(item, folder)
+            for item in data
+        ]
     if not isinstance(data, dict):
         return data
     if all_paths:

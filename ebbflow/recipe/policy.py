@@ -11,6 +11,9 @@ from ebbflow.recipe.algorithms import EmaScheduleConfig
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
+CHAMPION = "champion"
+"""The value of ``policy.start`` for the registered champion."""
+
 
 class PolicyConfig(Strict):
     """Which parameters are trained, and which are evaluated and served."""
@@ -37,10 +40,11 @@ class PolicyConfig(Strict):
     dora: bool = False
     """DoRA (2402.09353): train the magnitude of each row of an adapted weight separately from its
     direction. The result is closer to full training at low ranks, and training is slower."""
-    start: PretrainedSourceConfig | None = None
+    start: PretrainedSourceConfig | Literal["champion"] | None = None
     """Start training from this policy instead of the base model: the policy folder of an earlier
     run, or a published LoRA of this base model (a file, a folder or a repository) whose rank is at
-    most ``rank``."""
+    most ``rank``. ``champion``: the champion of ``promotion.model_name`` when the run begins, or
+    the base model while there is none."""
     ema: EmaScheduleConfig | None = None
     """Exponential moving average of the trained parameters, updated after every optimiser step. If
     it is set, the average is evaluated, promoted and served; training continues from the parameters
@@ -65,7 +69,7 @@ class PolicyConfig(Strict):
     def _check_start_has_path(self) -> PolicyConfig:
         # The class is shared with ``model``, where no path means that the base model is trained
         # here.
-        if self.start and not self.start.path:
+        if isinstance(self.start, PretrainedSourceConfig) and not self.start.path:
             raise ValueError(
                 "start needs the 'path' of a policy folder or of a LoRA; leave start out to begin"
                 " at the base model"

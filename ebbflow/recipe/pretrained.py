@@ -5,13 +5,23 @@ commit.
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.paths import PathText
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _check_commit(revision: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{40}", revision):
+        raise ValueError(
+            "this is no commit, and a branch or a tag may move; give the 40 hexadecimal digits that"
+            " `git ls-remote https://huggingface.co/OWNER/NAME` prints before it"
+        )
+    return revision
 
 
 class PretrainedSourceConfig(Strict):
@@ -21,7 +31,7 @@ class PretrainedSourceConfig(Strict):
     """A folder or a URI. With a ``revision``, the id of a Hugging Face repository
     (``owner/name``)."""
     # A commit and no branch: ``main`` moves, and the same recipe would then give other bytes.
-    revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
+    revision: Annotated[str, AfterValidator(_check_commit)] | None = None
     """Commit of the repository, 40 hexadecimal digits. Without it nothing is downloaded."""
 
     @property

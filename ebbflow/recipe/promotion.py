@@ -8,7 +8,12 @@ from pydantic import Field, model_validator
 
 from ebbflow.recipe.base import MAX_LENGTH, NAME, Strict, shorten_value
 
-Tolerance = Annotated[float, Field(ge=0)]
+MAX_TOLERANCE = 2.0
+"""Standard deviations: a guardrail that may fall further guards nothing."""
+MAX_ABSOLUTE_TOLERANCE = 1000.0
+MAX_MARGIN = 10.0
+Tolerance = Annotated[float, Field(ge=0, le=MAX_TOLERANCE)]
+AbsoluteTolerance = Annotated[float, Field(ge=0, le=MAX_ABSOLUTE_TOLERANCE)]
 
 
 class MarginsConfig(Strict):
@@ -20,22 +25,22 @@ class MarginsConfig(Strict):
     is measured and not tested.
     """
 
-    entropy: float | None = Field(2.5, gt=0)
+    entropy: float | None = Field(2.5, gt=0, le=MAX_MARGIN)
     """Entropy of the grey levels. It falls when images become flat or clear, and rises with
     grain."""
-    edge_density: float | None = Field(1.5, gt=0)
+    edge_density: float | None = Field(1.5, gt=0, le=MAX_MARGIN)
     """Share of the pixels that lie on an edge."""
-    brightness: float | None = Field(1.5, gt=0)
+    brightness: float | None = Field(1.5, gt=0, le=MAX_MARGIN)
     """Mean luma."""
-    saturation: float | None = Field(1.0, gt=0)
+    saturation: float | None = Field(1.0, gt=0, le=MAX_MARGIN)
     """Mean saturation."""
-    sharpness: float | None = Field(1.0, gt=0)
+    sharpness: float | None = Field(1.0, gt=0, le=MAX_MARGIN)
     """Standard deviation of the Laplacian. Only a fall is tested, because a policy that learns to
     generate clear images raises it."""
-    text_likeness: float | None = Field(1.0, gt=0)
+    text_likeness: float | None = Field(1.0, gt=0, le=MAX_MARGIN)
     """Share of the image that looks like lines of text. Only a rise is tested, and only where no
     trained reward reads."""
-    diversity_across_prompts: float | None = Field(1.5, gt=0)
+    diversity_across_prompts: float | None = Field(1.5, gt=0, le=MAX_MARGIN)
     """Distance of an image to the nearest image of another prompt; 0 for duplicates. For each
     diversity, only a fall is tested."""
     # Below 1: a margin of the whole mean would allow a policy that draws one picture only.
@@ -50,14 +55,15 @@ class MarginsConfig(Strict):
 
 
 class GuardrailToleranceConfig(Strict):
-    """How far the mean of a guardrail may fall below the champion's."""
+    """How far the mean of a guardrail may fall below the champion's. The candidate must prove that
+    it fell less."""
 
-    default: float = Field(0.1, ge=0)
+    default: float = Field(0.4, ge=0, le=MAX_TOLERANCE)
     """Tolerance of every guardrail that the two keys below do not name, in standard deviations of
     the champion's prompts (Glass's delta)."""
     standard_deviations: dict[str, Tolerance] = {}
     """Tolerances of single guardrails by name, in the same unit as ``default``."""
-    absolute: dict[str, Tolerance] = {}
+    absolute: dict[str, AbsoluteTolerance] = {}
     """Tolerances of single guardrails by name, on the scale of their scores."""
 
     @model_validator(mode="before")
@@ -87,6 +93,16 @@ class PromotionConfig(Strict):
     """Name of the registered model in MLflow."""
     guardrail_tolerance: GuardrailToleranceConfig = GuardrailToleranceConfig()
     margins: MarginsConfig = MarginsConfig()
+    error_budget: float = Field(0.05, gt=0, le=0.5)
+    """Probability that the gate may promote, in a year, any candidate that is no better than the
+    champion. Every look of the gate spends a part of it."""
+    looks_per_year: int = Field(52, ge=1, le=10_000)
+    """Number of runs a year that the budget is shared by: 52 for one a week, 365 for one a night.
+    The more there are, the larger a gain must be to be proven."""
+    anchor_tolerance: float | None = Field(0.5, ge=0)
+    """How far the reward and every guardrail may lie below the anchor in all, in standard
+    deviations of the anchor's prompts. The anchor is the last version that a person approved, or
+    else the base model. ``null``: no comparison with the anchor."""
     approval: float | None = Field(None, gt=0, le=24 * 365)
     """Hours in which a person must approve a policy that passed the gate. Without an answer in this
     time, the policy is rejected. Default: no approval is needed."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
@@ -23,7 +21,6 @@ from ebbflow.recipe.base import (
     RecipeError,
     Strict,
     explain_validation_error,
-    find_nearest_name,
     iter_leaves,
     locate_nowhere,
     require_json_values,
@@ -34,14 +31,15 @@ from ebbflow.recipe.choices import SINKS
 from ebbflow.recipe.digest import compute_digest
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import find_family
-from ebbflow.recipe.guardrails import DEFAULT_GUARDRAILS, MIN_COMPARED, choose_guardrails
+from ebbflow.recipe.guardrails import DEFAULT_GUARDRAILS, MIN_PROMPTS, choose_guardrails
 from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.paths import OutputText, StoreText, resolve_paths
-from ebbflow.recipe.plugins import extend_import_path, validate_name_or_path
+from ebbflow.recipe.plugins import validate_name_or_path
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.promotion import PromotionConfig
 from ebbflow.recipe.prompts import PromptsConfig
 from ebbflow.recipe.registry import AnyRewardConfig, configure_reward
+from ebbflow.recipe.retention import RetentionConfig
 from ebbflow.recipe.reward_checks import (
     RewardScope,
     check_evaluated_rewards,
@@ -52,6 +50,7 @@ from ebbflow.recipe.reward_checks import (
     check_reward_names,
     check_rewards_suit_model,
 )
+from ebbflow.recipe.reward_model import RewardModelConfig
 from ebbflow.recipe.rewards import (
     ONLY_COMPARISONS,
     CustomRewardConfig,
@@ -79,12 +78,6 @@ from ebbflow.recipe.students import (
     check_students_have_teacher,
     check_teachers_of_prompt_sets,
 )
-from ebbflow.recipe.yaml_text import describe_yaml_error, read_yaml
-
-MAX_BYTES = 2**16
-"""Largest recipe file, in bytes; real ones have a few thousand."""
-SHIPPED = "workflows/recipes"
-"""The folder of the recipes that come with a clone of the repository."""
 
 
 class StopRuleConfig(Strict):
@@ -135,6 +128,8 @@ class Recipe(Strict):
     """Share of samples whose scoring may fail before the stage stops. Failed samples are masked and
     counted. It is also the share of held-out samples on which a guardrail may fail before the gate
     rejects."""
+    reward_model: RewardModelConfig | None = None
+    """The reward model that `ebbflow train-reward` and `ebbflow turn` train on labels of people."""
     policy: PolicyConfig = PolicyConfig()
     rounds: int = Field(1, ge=1, le=20)
     """Number of rounds. Each round runs all ``stages``."""
@@ -147,6 +142,7 @@ class Recipe(Strict):
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
     tracking: TrackingConfig = TrackingConfig()
+    retention: RetentionConfig = RetentionConfig()
     # Set in the view of a branch alone, whose rewards no longer tell what the run trains on. Not
     # serialized: views stay in the process that selects them.
     _run_has_default_guardrails: bool | None = PrivateAttr(None)
@@ -320,6 +316,13 @@ class Recipe(Strict):
             return self._run_has_default_guardrails
         return self.guardrails == self._default_guardrails
 
+    @property
+    def min_compared(self) -> int:
+        """The number of held-out prompts that a guardrail has to score: ``MIN_PROMPTS``, or two,
+        without which there is no comparison, where the run holds out fewer and promotes nothing.
+        """
+        return MIN_PROMPTS if self.prompts.held_out >= MIN_PROMPTS else 2
+
     def select_scorable_guardrails(self, num_texts: int) -> list[AnyRewardConfig]:
         """Return the guardrails that an evaluation measures. Default ones that read are left out
         where there is too little to read; those that the recipe names always count. A list that
@@ -329,7 +332,7 @@ class Recipe(Strict):
         Args:
             num_texts: held-out prompts that name a text.
         """
-        if num_texts >= MIN_COMPARED or not self.has_default_guardrails:
+        if num_texts >= self.min_compared or not self.has_default_guardrails:
             return self.guardrails
         return [guardrail for guardrail in self.guardrails if not guardrail.reads]
 
@@ -357,12 +360,20 @@ class Recipe(Strict):
     def num_evaluated(self) -> int:
         """Samples of one evaluation."""
         # The first sample of a repeated prompt is among ``held_out`` already.
-        repeated = min(self.evaluation.repeated_prompts, self.prompts.held_out)
         return (
             self.prompts.validation
             + self.prompts.held_out
-            + repeated * (self.evaluation.samples - 1)
+            + self.count_repeated(self.prompts.held_out) * (self.evaluation.samples - 1)
         )
+
+    def count_repeated(self, num_held_out: int) -> int:
+        """Count the held-out prompts that have several samples in an evaluation.
+
+        Args:
+            num_held_out: of the run, or of a branch.
+        """
+        repeated = self.evaluation.repeated_prompts
+        return num_held_out if repeated is None else min(repeated, num_held_out)
 
     @property
     def digest(self) -> str:
@@ -437,68 +448,3 @@ class Recipe(Strict):
     @property
     def _branch_rewards(self) -> list[list[AnyRewardConfig]]:
         return [branch.rewards for branch in self.branches.values() if branch.rewards]
-
-
-def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe from a YAML (or JSON) file. Code that it names may lie beside it, or in the
-    working directory.
-
-    Raises:
-        RecipeError: the file is missing, is not a mapping, or does not describe a run; names the
-            line.
-    """
-    path = Path(path)
-    # ``os.path.isfile`` returns False for a name that no file can have; Path.is_file may raise.
-    if not os.path.isfile(path):
-        raise RecipeError(
-            f"no recipe at {path}; {_suggest_recipe(path)}the ones that come with Ebbflow are in"
-            f" {SHIPPED}/"
-        )
-    # Before it is read: a file of weights, named by mistake, has gigabytes.
-    if path.stat().st_size > MAX_BYTES:
-        raise RecipeError(
-            f"{path} is no recipe: it has more than {MAX_BYTES} bytes; name the YAML file of a run"
-        )
-    # Before it is read: validation imports algorithms, samplers and optimisers.
-    extend_import_path(path.parent, Path.cwd())
-    return parse_recipe(path.read_bytes(), str(path), path.parent)
-
-
-def parse_recipe(text: str | bytes, name: str, folder: Path = Path()) -> Recipe:
-    """Read a recipe from YAML or JSON text.
-
-    Args:
-        name: what messages call the text, such as its file.
-        folder: where relative paths of the recipe are looked up first.
-
-    Raises:
-        RecipeError: it is not a mapping, gives a key twice, or does not describe a run; names the
-            line.
-    """
-    try:
-        document = read_yaml(text, name)
-    except Exception as error:
-        # Not only YAMLError: PyYAML's converters raise ValueError and others at odd tags, and deep
-        # nesting ends in a RecursionError.
-        raise RecipeError(describe_yaml_error(error, name)) from None
-    # An empty file gives None, a text without keys a string.
-    if not isinstance(document.data, dict):
-        raise RecipeError(
-            f"{name} must hold a mapping of recipe keys, got {type(document.data).__name__}"
-        )
-    return Recipe.model_validate(
-        document.data, context={"locate": document.locate_key, "folder": folder}
-    )
-
-
-def _suggest_recipe(path: Path) -> str:
-    """Return a hint for a path without a file: a recipe in the same folder, or a shipped one."""
-    folders = [folder for folder in (path.parent, Path(SHIPPED)) if os.path.isdir(folder)]
-    # Reversed, so that a recipe of the same folder replaces a shipped one of the same name.
-    recipes = {
-        file.stem: str(file)
-        for folder in reversed(folders)
-        for file in sorted(folder.glob("*.yaml"))
-    }
-    nearest = find_nearest_name(path.stem, recipes)
-    return f"did you mean {recipes[nearest]}? " if nearest else ""

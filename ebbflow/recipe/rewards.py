@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -36,6 +36,8 @@ GUARDRAIL_COMPARES = (
 class RewardConfig(Strict):
     """The keys of every reward."""
 
+    known_lowest: ClassVar[float | None] = None
+    """The lowest score by the reward's definition; None where it has none."""
     name: str
     weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
     """Weight of the reward in the weighted sum that is trained on."""
@@ -44,6 +46,15 @@ class RewardConfig(Strict):
     prompts: list[str] = []
     """Names of sets of ``prompts.mixture``. The reward scores only their prompts. Default: all
     prompts."""
+    lowest: float | None = Field(None, ge=-MAX_SCORE, le=MAX_SCORE)
+    """Lowest possible score. The gate then knows how far a prompt that it has not seen could fall;
+    otherwise it assumes the whole range of the scores that it has seen. Default: known for some
+    rewards (``ocr`` cannot score below 0)."""
+
+    @property
+    def lowest_score(self) -> float | None:
+        """The lowest possible score; None where it is unknown."""
+        return self.known_lowest if self.lowest is None else self.lowest
 
     def applies_to(self, prompt_set: str) -> bool:
         """Whether it scores the prompts of a set of the mixture."""
@@ -60,6 +71,11 @@ class RewardConfig(Strict):
         """Whether it compares an image with the prompt's target text, which every prompt must then
         have.
         """
+        return False
+
+    @property
+    def ignores_prompt(self) -> bool:
+        """Whether it is known to score an image alike whatever the prompt is."""
         return False
 
     def explain_unscorable(self, prompt: Any) -> str | None:
@@ -126,6 +142,8 @@ class RewardConfig(Strict):
 
 class ReadingRewardConfig(RewardConfig):
     """A reward that reads the image."""
+
+    known_lowest: ClassVar[float | None] = 0.0
 
     @property
     def reads(self) -> bool:

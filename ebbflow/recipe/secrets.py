@@ -13,7 +13,9 @@ Hugging Face and GitHub among them) and 25 of 36 names of keys, and it takes the
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -27,11 +29,35 @@ USER_AND_PASSWORD = re.compile(
     rf"|[^\s/?#@:\[]*:(?!{PORT})[^\s@]{{0,300}}@(?:[^\s/?#]*@)?"
     r")"
 )
+USER_WITHOUT_SCHEME = re.compile(r"(^|(?<=[\s='\"(]))(//)[^\s/?#@:]{1,300}:[^\s/?#@]{1,300}@")
+"""``//user:password@host``, as urllib3 and SQLAlchemy also read it."""
 USER_OF_THE_WEB = re.compile(r"(https?://)[^\s/?#]+@")
 """Without a password, what comes before the @ is a token."""
 ORACLE = re.compile(r"(jdbc:oracle:\w{1,20}:)[^\s/@]{1,300}/[^\s@]{1,300}@")
 PARAMETER = re.compile(r"([?&#])([\w.%-]{1,100})=([^&\s'\"]+)")
 """A parameter of a query or a fragment."""
+URI = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s'\"<>]{1,10000}")
+PUBLIC_PARAMETER = re.compile(
+    r"allow_http|alt|anon|api-version|application_name|async_fallback|author|autocommit|bucket"
+    r"|cache|cachedb|channel_binding|charset|check_same_thread|client_encoding|collation"
+    r"|config|connect_timeout|connection_timeout|cursorclass|database|dataset|db|dbname"
+    r"|dialect|download|driver|echo|encrypt|endpoint|endpoint_override|endpoint_url"
+    r"|environment|etag|experiment|expires|filename|folder|format|generation|host|id|isolation"
+    r"|isolation_level|keyword|lang|language|limit|local_infile|max_tokens|mode|model|name"
+    r"|next|nolock|odbc_connect|offset|options|order|page|path|pool_recycle|pool_size"
+    r"|poolclass|port|profile|project|q|query|raw|read_timeout|ref|region|requiressl"
+    r"|response-content-(?:disposition|type)|retries|revision|role|schema|scheme|search"
+    r"|search_path|seed|servertimezone|service|session_pool|sharedcache|sigma|size|sort|split"
+    r"|ssl|ssl_ca|ssl_cert|ssl_check_hostname|ssl_key|ssl_verify_cert|sslca|sslcert|sslkey"
+    r"|sslmode|sslrootcert|state|statement_timeout|status|subdirectory|tab|table"
+    r"|target_session_attrs|tcp_user_timeout|timeout|timezone|tls|tokenizer|type|tz"
+    r"|unix_socket|use_ssl|user|username|verify|version|versionid|view|warehouse|workflowtype"
+    r"|write_timeout",
+    re.IGNORECASE,
+)
+"""Parameters of a URI that hold no secret: of database drivers, stores of files, MLflow and pages
+of the web. Any other one may, since services name the parameter of their key as they like.
+"""
 PARAMETER_NAME = re.compile(
     r"token(?!iz)|secret|passw|pwd|key(?!word)|signature|(?:^|[_.-])sig$|credential"
     r"|auth(?!ors?$)|(?:^|[_.-])pass$|^code$",
@@ -72,7 +98,7 @@ PRIVATE_KEY = re.compile(
 
 OPTION = re.compile(
     r"(?:^|_)(?:secrets?|passw(?:or)?ds?|passphrases?|passcodes?|pwds?|credentials?"
-    r"|authorization|bearer|cookies?|dsns?|jwts?"
+    r"|authorization|bearer|cookies?|creds?|dsns?|jwts?|otps?|pats?|(?:http_?)?auth"
     r"|(?:access|api|auth|bearer|id|refresh|session)?tokens?|(?:basic|http|proxy)_auth"
     r"|conn(?:ection)?_?str(?:ing)?s?"
     r"|(?:access|account|admin|api|auth|client|encryption|license|master|private|sas"
@@ -85,6 +111,16 @@ OPTION = re.compile(
 """Names of somebody's own options that are secrets, in snake case and without a number at their
 end.
 """
+INSIDE = re.compile(
+    r"(?:^|_)(?:secrets?|passw(?:or)?ds?|passphrases?|pwds?|credentials?|(?:api|access|auth)_?keys?"
+    r"|(?:access|auth|bearer|refresh)_tokens?)(?:_|$)"
+)
+"""Names of secrets with more words behind them, such as ``db_password_prod``."""
+POINTER = re.compile(
+    r"_(?:file|files|folder|path|dir|env|name|names|id|ids|var|vars|variable|variables|uri|url"
+    r"|length|len|count|field|column|policy|mode|type|header|prefix|required|manager|store|hash)$"
+)
+"""Endings of names that tell where a secret is, or about it."""
 PASSWORD = re.compile(r"(?:^|_)(?:secret|passw(?:or)?d|passphrase|passcode|pwd)$")
 """Names of options whose value is a secret even if it is a number. Under other names, such as
 ``max_tokens``, a number counts something."""
@@ -94,6 +130,23 @@ OF_WORDS = re.compile(
     r"|prompt|sep|special|start|stop|text|total|trigger|unk|video)_tokens?$"
 )
 """Names of options about the tokens that a language model reads, which are no secrets."""
+RUN = re.compile(r"[A-Za-z0-9]{20,}")
+"""Names of models and files have separators: none shipped with diffusers or listed in the docs has
+so long a run of letters and digits."""
+KINDS = (re.compile("[a-z]"), re.compile("[A-Z]"), re.compile("[0-9]"))
+HEXADECIMAL = re.compile("[0-9a-fA-F]+")
+PIN = re.compile(
+    r"(?:(?<=[/@])|(?<=sha256:))(?:[0-9a-f]{64}|[0-9a-f]{40})(?![A-Za-z0-9])"
+    r"|(?<=runs:/)[0-9a-f]{32}(?![A-Za-z0-9])|(?<=/)[0-9a-f]{32}(?=/artifacts)"
+)
+"""Commits in paths and addresses, digests of images, and runs of MLflow, which are public."""
+MIN_ENTROPY = 3.5
+"""Bits per character of a run of 20 and more, whose highest value is log2(20) = 4.3. Random ones of
+62 characters have 4.1 in the mean, and less than 3.5 in one of 10,000."""
+DIGEST = re.compile(
+    r"(?:^|_)(?:revision|commit|sha|digest|hash|checksum|etag|md|fingerprint|git)(?:_|$)"
+)
+"""Names of options whose value is random and public. Numbers at the end are cut (``sha256``)."""
 HEADERS = re.compile(r"(?:^|_)headers?$")
 HARMLESS_HEADERS = (
     "accept",
@@ -118,11 +171,13 @@ def redact_secrets(text: str) -> str:
 
 
 def is_secret_option(path: tuple[Any, ...], value: Any) -> bool:
-    """Return whether the names along the path of an option, from ``options`` on, say that its value
-    is a secret.
+    """Return whether the names along the path of an option, from ``options`` on, or its value say
+    that it is a secret.
     """
     names = [_to_snake_case(str(key)) for key in path]
     if isinstance(value, str) and value:
+        if _looks_random(value) and not any(map(DIGEST.search, names)):
+            return True
         return any(map(is_secret_name, names)) or _is_secret_header(names, value)
     return type(value) in (int, float) and bool(PASSWORD.search(names[-1]))
 
@@ -132,7 +187,30 @@ def is_secret_name(name: str) -> bool:
     ``password2``.
     """
     name = _to_snake_case(name)
-    return bool(OPTION.search(name)) and not OF_WORDS.search(name)
+    is_secret = OPTION.search(name) or (INSIDE.search(name) and not POINTER.search(name))
+    return bool(is_secret) and not OF_WORDS.search(name)
+
+
+def _looks_random(text: str) -> bool:
+    """Return whether a text holds a run of letters and digits as a key has it: 20 characters of all
+    three kinds that follow no pattern, or 32 hexadecimal digits.
+    """
+    for run in RUN.findall(PIN.sub("", text)):
+        if HEXADECIMAL.fullmatch(run):
+            # A number, or one digit again and again, is no key.
+            if len(run) >= 32 and not run.isdigit() and len(set(run.lower())) >= 8:
+                return True
+        elif all(kind.search(run) for kind in KINDS) and not _consists_of_words(run):
+            counts = Counter(run).values()
+            entropy = -sum(count / len(run) * math.log2(count / len(run)) for count in counts)
+            if entropy >= MIN_ENTROPY:
+                return True
+    return False
+
+
+def _consists_of_words(run: str) -> bool:
+    """Return whether most letters are in small ones in a row, as in the name of a class."""
+    return sum(map(len, re.findall("[a-z]{4,}", run))) > len(run) / 2
 
 
 def _redact_patterns(text: str, decode: bool) -> str:
@@ -145,6 +223,8 @@ def _redact_patterns(text: str, decode: bool) -> str:
     # URIs first: a password in one may look like a parameter or a setting.
     for uri in (USER_AND_PASSWORD, USER_OF_THE_WEB, ORACLE):
         text = uri.sub(r"\1***@", text)
+    text = USER_WITHOUT_SCHEME.sub(r"\2***@", text)
+    text = URI.sub(lambda match: PARAMETER.sub(_redact_unknown_parameter, match[0]), text)
     text = PARAMETER.sub(
         lambda match: _redact_value(match, _is_secret_parameter(match[2], match[3], decode)), text
     )
@@ -163,6 +243,13 @@ def _redact_patterns(text: str, decode: bool) -> str:
 
 def _redact_value(match: re.Match[str], is_secret: bool) -> str:
     return f"{match[0].partition('=')[0]}=***" if is_secret else match[0]
+
+
+def _redact_unknown_parameter(match: re.Match[str]) -> str:
+    is_public = PUBLIC_PARAMETER.fullmatch(unquote_plus(match[2]))
+    # Of three characters or a word for yes and no, nothing can be guessed or used.
+    is_harmless = len(match[3]) <= 3 or match[3].lower() in ("true", "false", "none", "null")
+    return _redact_value(match, not is_public and not is_harmless)
 
 
 def _is_secret_parameter(name: str, value: str, decode: bool) -> bool:

@@ -8,7 +8,7 @@ from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.prompts import PromptsConfig
-from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig, StageConfig
+from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 
 NUM_PROMPTS_KEYS = {"online": "prompts_per_step", "offline": "prompts"}
 """The key of each stage kind that says how many prompts are taken at once."""
@@ -23,13 +23,9 @@ def check_shares_of_prompt_sets(index: int, stage: StageConfig, prompts: Prompts
     Raises:
         ValueError: a set gets less than one prompt; names the key and the fix.
     """
-    # Preference pairs bring their own prompts.
-    if isinstance(stage, OfflineStageConfig) and stage.pairs:
+    if not stage.takes_prompts:
         return
-    key = NUM_PROMPTS_KEYS.get(getattr(stage, "kind", ""))
-    # A custom stage has neither key, and decides itself which prompts it takes.
-    if key is None:
-        return
+    key = NUM_PROMPTS_KEYS[getattr(stage, "kind", "")]
     num_prompts = getattr(stage, key)
     counts = prompts.count_by_prompt_set(num_prompts)
     empty_sets = [name for name, count in counts.items() if not count]
@@ -107,7 +103,7 @@ def check_engines_support_model(
         return
     if model.family not in supported:
         raise ValueError(
-            f"stages.{served[0]}.engine = 'vllm_omni' generates with {' and '.join(supported)}, not"
+            f"stages.{served[0]}.engine = 'vllm_omni' generates with {', '.join(supported)}, not"
             f" with model.family = {model.family!r}; set engine: diffusers, or leave it out"
         )
     if policy.rslora or policy.dora:

@@ -35,9 +35,10 @@ def add_algorithm_defaults(
     if algorithm is None:
         # No such algorithm: pydantic's error about ``algorithm`` says more than one from here.
         return data
-    defaults = {
-        key: value for key, value in algorithm.stage_defaults.items() if key in stage.model_fields
-    }
+    stage_defaults = algorithm.stage_defaults
+    if data.get("data"):
+        stage_defaults = stage_defaults | algorithm.data_defaults
+    defaults = {key: value for key, value in stage_defaults.items() if key in stage.model_fields}
     penalty = find_kind(algorithm.kind).default_penalty
     # An algorithm's own penalty replaces that of its kind.
     defaults["reference"] = {"penalty": penalty} | defaults.get("reference", {})

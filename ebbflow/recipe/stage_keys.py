@@ -21,6 +21,7 @@ from ebbflow.recipe.choices import (
     SizeConfig,
     WindowConfig,
 )
+from ebbflow.recipe.data import AnchorConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.recipe.plugins import describe_choices, validate_name_or_path
@@ -47,10 +48,12 @@ class LearningKeys(Strict):
     algorithm: AnyAlgorithmConfig
     advantages: AdvantagesConfig = AdvantagesConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    anchor: AnchorConfig | None = None
+    """Flow-matching loss on captioned data beside the algorithm's own (docs/data.md)."""
     correction: CorrectionConfig | None = None
     """Off-policy correction, for algorithms on trajectories. Default: none; the ratio is against
-    the rollout's log-probs. Without it, rollouts of another policy, engine or precision raise an
-    alarm."""
+    the rollout's log-probs, and rollouts of another policy or precision raise an alarm. With
+    another ``engine`` the default is ``{mode: decoupled, weights: none}``."""
     guidance_in_loss: bool = True
     """For algorithms on trajectories and models with classifier-free guidance. false: rollouts are
     guided, and the loss trains the unguided prediction. Ratios are then against the unguided

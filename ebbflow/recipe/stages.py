@@ -9,9 +9,11 @@ from pydantic import Field, model_validator
 from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig
 from ebbflow.recipe.base import apportion_total
 from ebbflow.recipe.choices import CorrectionConfig, ParityConfig, TreeConfig
+from ebbflow.recipe.data import DataConfig
 from ebbflow.recipe.kinds import AlgorithmKind, find_kind
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.online import MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepKeys
+from ebbflow.recipe.passes import choose_pass_size
 from ebbflow.recipe.paths import PathText
 from ebbflow.recipe.plugins import validate_name_or_path
 from ebbflow.recipe.registry import AnyAlgorithmConfig, default_algorithm
@@ -46,6 +48,29 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
         return self.algorithm.name
 
     @property
+    def source_file(self) -> str | None:
+        """The file or folder of samples that the stage trains on instead of generating them."""
+        return None
+
+    @property
+    def captioned_data(self) -> DataConfig | None:
+        """The images or videos with captions that the stage trains on, alone or as its anchor."""
+        return self.anchor.data if self.anchor else None
+
+    @property
+    def source_files(self) -> list[str]:
+        """All files and folders of samples that the stage names."""
+        anchors = [self.anchor.data.path] if self.anchor else []
+        return [*anchors, *([self.source_file] if self.source_file else [])]
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether it is known how many of the run's prompts the stage generates for."""
+        # A custom stage takes as many as it wants; pairs and data bring prompts of their own.
+        # ``kind`` is a field of the subclasses.
+        return getattr(self, "kind", "") in ("online", "offline") and self.source_file is None
+
+    @property
     def needs_guided_copy(self) -> bool:
         """Whether the reference or the teacher needs negative prompts, even where the policy
         generates without guidance.
@@ -53,6 +78,14 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
         return self.reference.needs_guidance or self.algorithm_kind.guides_teacher(
             self.hyper_parameters
         )
+
+    @property
+    def noise_sharing(self) -> tuple[int, ...]:
+        """Samples of a prompt with successive numbers that share their noise, by its step index
+        (``ebbflow.flow.noise.SampleKeys.sharing``).
+        """
+        # The entry at index 0 is x_T; the noise of denoising step i is at index i + 1.
+        return (self.group_size if self.shared_initial_noise else 1,)
 
     @model_validator(mode="before")
     @classmethod
@@ -105,6 +138,19 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
             raise ValueError(
                 f"optimizer.schedule.kind = {schedule.kind!r}: nobody knows how many optimiser"
                 " steps a custom stage takes; set optimizer.schedule.updates"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_anchor_is_trained_here(self) -> StageConfig:
+        if self.anchor is None:
+            return self
+        if getattr(self, "kind", "") == "custom":
+            raise ValueError("a stage of your own kind trains as it likes; leave anchor out")
+        if getattr(self, "placement", "") == "ray":
+            raise ValueError(
+                "anchor is for placement: in_process and colocated, whose processes get the data;"
+                " set one of them, or leave anchor out"
             )
         return self
 
@@ -178,6 +224,21 @@ class OnlineStageConfig(MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepK
     kind: Literal["online"] = "online"
     algorithm: AnyAlgorithmConfig = default_algorithm("mix_grpo")
 
+    @property
+    def pass_size(self) -> int:
+        """Samples of a forward pass of rollouts and updates, at most: ``micro_batch``, or the
+        nearest number below it that makes all of them equal.
+        """
+        return choose_pass_size(self.group_size, self.micro_batch)
+
+    @property
+    def noise_sharing(self) -> tuple[int, ...]:
+        (first,) = super().noise_sharing
+        if not self.tree:
+            return (first,)
+        # A tree has one root: its samples share their first noise whatever the group does.
+        return (max(first, self.tree.num_leaves), *self.tree.num_leaves_sharing_noise)
+
     @model_validator(mode="after")
     def _check_tree_fits(self) -> OnlineStageConfig:
         if self.tree is not None:
@@ -232,6 +293,16 @@ class OnlineStageConfig(MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepK
         return self
 
     @model_validator(mode="after")
+    def _check_engine_of_colocated_ranks(self) -> OnlineStageConfig:
+        if self.placement == "colocated" and self.engine != "diffusers":
+            raise ValueError(
+                "placement: colocated generates with the weights that each process trains, and"
+                f" engine = {self.engine!r} holds weights of its own; set placement: ray, or"
+                " engine: diffusers"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_forward_reuse(self) -> OnlineStageConfig:
         if not self.reuse_rollout_forward:
             return self
@@ -266,7 +337,7 @@ class OnlineStageConfig(MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepK
     def _check_profile(self) -> OnlineStageConfig:
         if self.profile is None:
             return self
-        if self.placement == "in_process" and "reward" in self.profile.roles:
+        if self.placement != "ray" and "reward" in self.profile.roles:
             raise ValueError(
                 "profile.roles has 'reward', which is scored during the rollouts, and torch has one"
                 " profiler per process; set placement: ray, or leave 'reward' out"
@@ -291,36 +362,46 @@ def resolve_correction(stage: StageConfig, precision: Precision) -> CorrectionCo
         # Rollouts are guided and the loss is not. The ratio is against the unguided prediction
         # (``decoupled``). Weights would correct for guidance, which the two differ in on purpose.
         return CorrectionConfig(mode="decoupled", weights="none")
+    if _is_another_engine(stage) and stage.correction is None:
+        # Another engine rounds in its own way. A ratio against its log-probs would start off 1, and
+        # weights from their sum over D elements would be mostly that rounding.
+        return CorrectionConfig(mode="decoupled", weights="none")
     if lacks_correction(stage, precision):
         return CorrectionConfig(mode="bypass", weights="none")
     return stage.correction
 
 
+def _is_another_engine(stage: StageConfig) -> bool:
+    return isinstance(stage, OnlineStageConfig) and stage.engine != "diffusers"
+
+
 def lacks_correction(stage: StageConfig, precision: Precision) -> bool:
-    """Return whether rollouts are of another policy, engine or precision than training, and the
-    recipe has no ``correction``.
+    """Return whether rollouts are of another policy or precision than training, and nothing
+    corrects them: neither the recipe's ``correction`` nor the default of another engine.
 
     Args:
         precision: ``model.precision``.
     """
+    if _is_another_engine(stage):
+        return False
     other_precision = (stage.rollout_precision or precision) != precision
-    other_policy_or_engine = isinstance(stage, OnlineStageConfig) and (
-        stage.mode != "sync" or stage.engine != "diffusers"
-    )
-    # In mode ``sync`` with the engine ``diffusers``, rollouts come from the policy in training
-    # itself.
-    return stage.correction is None and (other_precision or other_policy_or_engine)
+    other_policy = isinstance(stage, OnlineStageConfig) and stage.mode != "sync"
+    # In mode ``sync`` rollouts come from the policy in training itself.
+    return stage.correction is None and (other_precision or other_policy)
 
 
 class OfflineStageConfig(StageConfig):
     """An offline stage: it generates and scores one large batch, in shards, and trains on it for
-    several epochs. Or it trains on a file of preference pairs."""
+    several epochs. Or it trains on a file of preference pairs, or on captioned data."""
 
     kind: Literal["offline"] = "offline"
     algorithm: AnyAlgorithmConfig = default_algorithm("diffusion_nft")
     pairs: PathText | None = None
     """A .parquet or .jsonl file of preference pairs. The stage trains on them instead of generating
     and scoring samples (``datasets/README.md``)."""
+    data: DataConfig | None = None
+    """Images or videos with captions to train on instead of generating and scoring samples
+    (supervised fine-tuning), for algorithms that imitate: ``sft`` and ``rwr``."""
     prompts: int = Field(64, ge=1)
     """Number of prompts."""
     shards: int = Field(2, ge=1)
@@ -333,9 +414,32 @@ class OfflineStageConfig(StageConfig):
     """Precision of the final latents in rollout shards. bfloat16 rounds them. It takes less than
     half of the space and of the time to read them."""
 
+    @property
+    def source_file(self) -> str | None:
+        return self.data.path if self.data else self.pairs
+
+    @property
+    def captioned_data(self) -> DataConfig | None:
+        return self.data or super().captioned_data
+
+    @model_validator(mode="after")
+    def _check_learns_from_data(self) -> OfflineStageConfig:
+        if self.data is None:
+            return self
+        if self.pairs:
+            raise ValueError("pairs and data are both samples to train on; leave one of them out")
+        if self.anchor:
+            raise ValueError("data is trained on anyway; leave 'anchor' out, or one of them")
+        if not self.hyper_parameters.imitates:
+            raise ValueError(
+                f"{self.algorithm_name} compares samples by their rewards, which data has not; set"
+                " algorithm.name to sft, or use the data in an anchor"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_shards_have_prompts(self) -> OfflineStageConfig:
-        if self.shards > self.prompts and not self.pairs:
+        if self.shards > self.prompts and self.takes_prompts:
             raise ValueError(
                 f"{self.shards} shards for {self.prompts} prompts leave some empty; take one a"
                 " prompt at most"
@@ -348,6 +452,11 @@ class OfflineStageConfig(StageConfig):
             raise ValueError(
                 "sizes are of images that are generated, and pairs has images already; leave one of"
                 " them out"
+            )
+        if self.sizes and self.data:
+            raise ValueError(
+                "sizes are of images that are generated; the sizes of pictures are data.buckets:"
+                " set those, and leave 'sizes' out"
             )
         # A shard has one size, so each size needs a shard.
         num_shards = apportion_total([size.weight for size in self.sizes], self.shards)
@@ -382,3 +491,8 @@ class CustomStageConfig(StageConfig):
 AnyStageConfig = Annotated[
     OnlineStageConfig | OfflineStageConfig | CustomStageConfig, Field(discriminator="kind")
 ]
+
+
+def is_trained_in_group(stage: AnyStageConfig) -> bool:
+    """Return whether the deployment's ``train_processes`` run a stage, at least its training."""
+    return stage.kind == "offline" or (stage.kind == "online" and stage.placement == "colocated")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -101,6 +102,46 @@ def read_yaml(text: str | bytes, name: str) -> YamlText:
         return YamlText(name, loader.construct_document(node) if node is not None else None, node)
     finally:
         loader.dispose()
+
+
+def read_top_scalars(text: IO[str], keys: Collection[str]) -> dict[str, str]:
+    """Read scalars at the top of a YAML mapping, as they are written, and no further than the last
+    of ``keys``; a missing key is left out.
+
+    Raises:
+        yaml.YAMLError: what was read is not valid, is no mapping, or has something else at a key.
+        Exception: as ``read_yaml``.
+    """
+    # Events of the parser and not nodes: nested text needs no stack, and no alias is followed.
+    loader: Any = yaml.SafeLoader(text)  # its types lack the events
+    try:
+        while loader.check_event(yaml.StreamStartEvent, yaml.DocumentStartEvent):
+            loader.get_event()
+        if not loader.check_event(yaml.MappingStartEvent):
+            raise yaml.YAMLError("it is no mapping")
+        loader.get_event()
+        scalars: dict[str, str] = {}
+        while len(scalars) < len(keys) and not loader.check_event(yaml.MappingEndEvent):
+            key = _skip_node(loader)
+            value = _skip_node(loader)
+            if isinstance(key, yaml.ScalarEvent) and key.value in keys:
+                if not isinstance(value, yaml.ScalarEvent):
+                    raise yaml.YAMLError(f"{key.value} is no scalar")
+                scalars[key.value] = value.value
+        return scalars
+    finally:
+        loader.dispose()
+
+
+def _skip_node(loader: Any) -> yaml.Event:
+    """Pass over a node with all that it holds, and return its first event."""
+    first: yaml.Event = loader.get_event()
+    depth = int(isinstance(first, yaml.CollectionStartEvent))
+    while depth > 0:
+        event = loader.get_event()
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+    return first
 
 
 def describe_yaml_error(error: Exception, name: str) -> str:

@@ -10,10 +10,15 @@ Why
     in the same state as an undisturbed attempt.
 
 How
-    - ``promotion``: register, promote, roll back, find and download versions.
+    - ``promotion``: register, promote and roll back versions. ``lookup``: find them. ``download``:
+      versions as files, compared with their digests before they are used. ``signing``: their
+      signatures. ``trained_prompts``: whether a champion was trained on held-out prompts.
+    - ``gate_policy``: what a model's candidates have to pass, pinned by its first promotion.
     - ``model_version``: what a version contains, and how it is created exactly once.
     - ``lock``: one promotion at a time.
+    - ``looks``: the ledger of the gate's looks at the held-out prompts.
     - ``serving``: how MLflow loads a version. ``drawing``: pictures of one (``ebbflow draw``).
+      ``model_folders``: policy and base model of whatever a command names.
 
 Why a lock of our own
     Four ways for two promotions to exclude each other were tried, ten races each, two clients of

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
-
-from mlflow.entities.model_registry import ModelVersion
 
 from ebbflow.data.images import ImageError, load_condition_image
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.serve import iterate_images
 from ebbflow.models import ModelError
 from ebbflow.models.hub import HubError
-from ebbflow.models.prepare import cache_base_folder
-from ebbflow.registry.promotion import (
-    download_version,
-    find_data_folder,
-    find_named_version,
-    find_version_with_base,
-)
-from ebbflow.registry.serving import find_base_folder
-from ebbflow.storage.artifacts import COMMIT, ArtifactError
+from ebbflow.registry.model_folders import open_model_folders
+from ebbflow.storage.artifacts import ArtifactError
 from ebbflow.storage.disk import DiskFullError, atomic_write
 from ebbflow.tracking.store import TrackingError
-from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
+from ebbflow.training.policy_metadata import PolicyError
 
 MAX_NAME = 40
 """Characters of a prompt in the name of its file: at four bytes each they leave room for a suffix
@@ -102,10 +91,10 @@ def generate_pictures(
         for prompt in prompts
         for seed in seeds
     ]
-    with _open_model_folders(tracking_uri, model, base) as (base_model, policy):
+    with open_model_folders(tracking_uri, model, base) as folders:
         drawn = iterate_images(
-            base_model,
-            policy,
+            folders.base,
+            folders.policy,
             [prompt for prompt, _ in rows],
             [seed for _, seed in rows],
             allowed_code,
@@ -118,53 +107,6 @@ def generate_pictures(
                 else None
             )
             yield Picture(prompt.prompt, path, error or warning)
-
-
-@contextmanager
-def _open_model_folders(
-    tracking_uri: str, model: str, base: Path | None
-) -> Iterator[tuple[Path, Path]]:
-    """(base-model folder, policy folder) of what ``model`` names."""
-    # A download is gone with the block. Not a cache: a version may have gigabytes.
-    with tempfile.TemporaryDirectory(prefix="ebbflow-draw-") as scratch:
-        # a folder wins over a registered model of the same name
-        if (Path(model) / METADATA).is_file():
-            yield base or _find_base(Path(model), tracking_uri, Path(scratch)), Path(model)
-        else:
-            data = _download_data(
-                tracking_uri, find_named_version(tracking_uri, model), Path(scratch)
-            )
-            yield base or find_base_folder(data), data / "policy"
-
-
-def _find_base(policy: Path, tracking_uri: str, scratch: Path) -> Path:
-    """The base model of a policy folder: in its run, in a registered version, or on the hub.
-
-    Raises:
-        PolicyError: it is in none of them.
-    """
-    metadata = read_policy_metadata(policy)
-    # <run>/nodes/<stage>/policy is the policy and <run>/nodes/*/base the base model. Its digest is
-    # compared, as a run may have several and the folder may have been moved.
-    for commit in sorted(policy.resolve().parents[1].glob(f"*/base/{COMMIT}")):
-        if commit.read_text(errors="replace") == metadata.base_digest:
-            return commit.parent
-    version = find_version_with_base(tracking_uri, metadata.base_digest)
-    if version:
-        return _download_data(tracking_uri, version, scratch) / "base"
-    if metadata.model.is_on_hub:
-        return cache_base_folder(metadata.model)
-    raise PolicyError(
-        f"{policy} was trained from base model {metadata.base_digest[:12]}, which is neither in its"
-        " run nor in a registered version; give its folder with --base"
-    )
-
-
-def _download_data(tracking_uri: str, version: ModelVersion, scratch: Path) -> Path:
-    """The folder of a version that has ``policy/`` and, where it was stored, ``base/``."""
-    return find_data_folder(
-        download_version(tracking_uri, version.name, str(version.version), scratch)
-    )
 
 
 def _name_file(prompt: str) -> str:

@@ -30,7 +30,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from ebbflow.recipe.secrets import redact_secrets
-from ebbflow.tracking.store import TrackingError
+from ebbflow.tracking.store import TrackingError, take_first_line
 
 CHAMPION = "champion"
 LOCK = "ebbflow.promoting"
@@ -151,5 +151,5 @@ def _release_lock(client: MlflowClient, name: str, version: str, token: str) -> 
         logger.warning(
             "cannot delete the tag %s of %r version %s; the next promotion, or a retry of this one,"
             " will: %s",
-            *(LOCK, name, version, redact_secrets(str(error))),
+            *(LOCK, name, version, redact_secrets(take_first_line(error))),
         )

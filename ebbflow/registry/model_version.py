@@ -10,6 +10,8 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version as installed
 from pathlib import Path
 
@@ -24,20 +26,31 @@ from mlflow.types import ColSpec, Schema
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, write_new_folder
-from ebbflow.storage.disk import sha256_of_file
+from ebbflow.storage.disk import NO_SPACE_TEXT, remove_path, sha256_of_file
+from ebbflow.storage.formats import VERSION_FORMAT, VERSION_FORMAT_TAG, explain_unknown_format
 from ebbflow.storage.identity import SOURCE_SUFFIXES, find_package_roots
-from ebbflow.tracking.store import RUN, TrackingError, allow_long_uploads
+from ebbflow.tracking.store import (
+    RUN,
+    TrackingError,
+    allow_long_uploads,
+    find_sqlite_file,
+    take_first_line,
+)
 from ebbflow.training.policy_metadata import METADATA, STATISTICS, read_policy_metadata
 
 EVIDENCE = "evidence"
 """The folder of a version with what the gate decided from (``ebbflow.verification.evidence``)."""
+BASE_DIGEST = "ebbflow.base_digest"
 POLICY_DIGEST = "ebbflow.policy_digest"
 MODEL_FILES_DIGEST = "ebbflow.model_files_digest"
 BASE_STORED = "ebbflow.base_stored"
-"""Tags: the digests of the version's policy folder and of MLflow's own files, and whether the base
-model is stored with it.
+"""Tags: the digests of the version's base model, of its policy folder and of MLflow's own files,
+and whether the base model is stored with it.
 """
+CLEANED = "ebbflow.cleaned"
+"""The tag of a version whose weights ``ebbflow clean`` has deleted, with the time."""
 BYTECODE = "__pycache__"
 REGISTERED_MODEL_META = "registered_model_meta"
 """The file that MLflow may add when it downloads a version."""
@@ -52,6 +65,7 @@ MLflow puts it on Python's path.
 """
 REQUIREMENTS = (
     "accelerate",
+    "cryptography",
     "diffusers",
     "huggingface-hub",
     "numpy",
@@ -93,6 +107,45 @@ class RegistryError(TrackingError):
     """The registry was not, or must not be, changed."""
 
 
+def check_store_exists(tracking_uri: str) -> None:
+    """Check that a SQLite store exists: a client would make an empty one.
+
+    Raises:
+        RegistryError: it does not.
+    """
+    database = find_sqlite_file(tracking_uri)
+    if database and not database.is_file():
+        raise RegistryError(
+            f"no MLflow store at {tracking_uri}; run this where the pipeline ran, or set"
+            " tracking.uri"
+        )
+
+
+@contextmanager
+def raise_registry_errors(
+    what: str, uri: str, fix: str = "Run the task again: it resumes"
+) -> Iterator[None]:
+    """Turn whatever the store raises into one error that says what was being done."""
+    try:
+        yield
+    # which already say what was done; RegistryError is one
+    except TrackingError:
+        raise
+    # MLflow, requests and SQLAlchemy raise types of their own; any of them means that the write may
+    # not have happened
+    except Exception as error:
+        reason = redact_secrets(take_first_line(error))
+        full_disk = NO_SPACE_TEXT.search(str(error))
+        if full_disk:
+            # A copied folder raises a tuple for each of its files.
+            if isinstance(error, shutil.Error):
+                reason = f"{error.args[0][0][1]}: {full_disk[0]}"
+            fix = f"Free space where the store is. {fix}"
+        raise RegistryError(
+            f"could not {what} in {redact_secrets(uri)}: {reason}. {fix}"
+        ) from error
+
+
 def find_version(client: MlflowClient, name: str, run_id: str) -> ModelVersion | None:
     """Find the version that this run registered; the oldest one, should two attempts have raced."""
     versions = client.search_model_versions(f"name = '{name}' and tags.`{RUN}` = '{run_id}'")
@@ -107,6 +160,8 @@ def create_version(
     name: str,
     tags: dict[str, str],
     evidence: Path | None = None,
+    *,
+    attest: Callable[[dict[str, str]], dict[str, str]] = dict,
 ) -> ModelVersion:
     """Log the folders as an MLflow model of the parent run and register that. Uses neither pickle
     nor MLflow's active run.
@@ -119,6 +174,9 @@ def create_version(
             data/ebbflow/policy/…                         policy.json, *.safetensors, COMMIT
             data/ebbflow/base/…                           the base model
             evidence/…                                    what the gate decided from
+
+    Args:
+        attest: returns the tags with one that says who made the version.
     """
     if not (policy / METADATA).is_file():
         raise RegistryError(
@@ -128,7 +186,7 @@ def create_version(
     # The order matters to a killed attempt: the version is created last, so a version that exists
     # is whole. Everything before it is found and completed by the retry.
     model = find_logged_model(client, tracked) or _create_logged_model(client, tracked, name, tags)
-    tags = tags | _upload_version(client, tracked, model, policy, base, evidence)
+    tags = attest(tags | _upload_version(client, tracked, model, policy, base, evidence))
     client.finalize_logged_model(model.model_id, "READY")
     # Without an output the run's page does not show its model. A retry must not add it again.
     outputs = client.get_run(tracked.run_id).outputs
@@ -145,6 +203,26 @@ def create_version(
     if int(oldest.version) != int(created.version):
         client.delete_model_version(name, created.version)
     return oldest
+
+
+def require_weights(version: ModelVersion) -> None:
+    """Check that this Ebbflow can read a version, and that its weights were not deleted on purpose.
+
+    Raises:
+        RegistryError: it is of a newer Ebbflow, or they were.
+    """
+    problem = explain_unknown_format(version.tags.get(VERSION_FORMAT_TAG), VERSION_FORMAT)
+    if problem:
+        raise RegistryError(
+            f"{version.name!r} version {version.version}: {problem}; install that one"
+        )
+    when = version.tags.get(CLEANED)
+    if when:
+        raise RegistryError(
+            f"the weights of {version.name!r} version {version.version} were deleted by `ebbflow"
+            f" clean` ({when}), as it was never champion; its evidence is still there. Name another"
+            " version"
+        )
 
 
 def find_logged_model(client: MlflowClient, tracked: TrackedRun) -> LoggedModel | None:
@@ -199,22 +277,27 @@ def compute_model_files_digest(model: Path) -> str:
     """sha256 over MLflow's own files of a model, which name the module that loads it and the
     packages to install, and its code.
 
-    Bytecode is left out: Python writes it beside sources that it imports from a store on this
-    machine.
+    Bytecode counts as well: Python would run it instead of the sources. It writes none beside the
+    sources of a version (``_block_bytecode``).
     """
     mlflow_files = [
         path for path in model.iterdir() if path.is_file() and path.name != REGISTERED_MODEL_META
     ]
-    code = [
-        path
-        for path in (model / CODE).rglob("*")
-        if path.is_file() and path.parent.name != BYTECODE
-    ]
+    code = [path for path in (model / CODE).rglob("*") if path.is_file()]
     files = {
         path.relative_to(model).as_posix(): sha256_of_file(path) for path in [*mlflow_files, *code]
     }
     # sorted, as folders are listed in another order on another machine
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def list_bytecode(model: Path) -> list[str]:
+    """List the files of bytecode in the code of a model, by their paths below it."""
+    return sorted(
+        path.relative_to(model).as_posix()
+        for path in (model / CODE).rglob("*")
+        if path.suffix in (".pyc", ".pyo") or path.parent.name == BYTECODE
+    )
 
 
 def list_requirements() -> list[str]:
@@ -272,9 +355,15 @@ def _upload_version(
             input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
             pip_requirements=list_requirements(),
         )
+        _block_bytecode(saved / CODE)
         # after save_model, which knows no such folder, and before the upload
         if evidence:
             shutil.copytree(evidence, saved / EVIDENCE)
+        # What a killed attempt left in a local store may share its files with other folders by now
+        # (``ebbflow.retention``): they are replaced and never written in place.
+        local = Path(location.removeprefix("file://"))
+        if local.is_absolute():
+            remove_path(local)
         with allow_long_uploads():
             client.log_model_artifacts(model_id, str(saved))
         base_stored = str((data / "base").is_dir()).lower()
@@ -317,6 +406,19 @@ def _collect_code(folder: Path, model: ModelConfig) -> list[str]:
     for root in roots:
         _link_sources(root, folder / root.name)
     return [str(path) for path in sorted(folder.iterdir())]
+
+
+def _block_bytecode(code: Path) -> None:
+    """Put a file where Python would make its folder of bytecode, beside every source.
+
+    MLflow imports a version of a store on this machine from where it lies. Python runs bytecode
+    that it finds there instead of the sources, so that none may be there, neither a planted file
+    nor one of Python's own, which nobody could tell apart. Where the folder cannot be made, Python
+    does without.
+    """
+    folders = {path.parent for path in code.rglob("*.py")}
+    for folder in folders:
+        (folder / BYTECODE).write_text("This file keeps Python from writing bytecode here.\n")
 
 
 def _link_sources(root: Path, target: Path) -> None:

@@ -9,49 +9,63 @@ promotion that fails has not happened.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
-import mlflow.artifacts
-import mlflow.pyfunc
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from mlflow.models import Model
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
+from pydantic import ValidationError
 
-from ebbflow.data.records import Champion, GateDecision, Registration, TrackedRun
-from ebbflow.recipe.secrets import redact_secrets
+from ebbflow.data.records import Evaluation, GateDecision, Registration, TrackedRun
+from ebbflow.recipe.gate_policy import GatePolicy
+from ebbflow.registry.gate_policy import pin_gate_policy
 from ebbflow.registry.lock import CHAMPION, find_version_by_alias, hold_registry_lock
 from ebbflow.registry.model_version import (
-    BASE_STORED,
+    POLICY_DIGEST,
     RegistryError,
+    check_store_exists,
     create_version,
     find_version,
     link_version_to_run,
+    raise_registry_errors,
+    require_weights,
+)
+from ebbflow.registry.signing import (
+    PROMOTION,
+    attest_registration,
+    require_attestation,
+    require_signature,
+    require_signing_key,
+    sign_version,
 )
 from ebbflow.storage.artifacts import verify_folder
-from ebbflow.storage.disk import safe_join
+from ebbflow.storage.formats import VERSION_FORMAT, VERSION_FORMAT_TAG
+from ebbflow.tracking.parent_run import UNCOMMITTED
 from ebbflow.tracking.store import (
     DIGEST,
     EXECUTION,
     RUN,
-    TrackingError,
     connect_to_store,
-    find_sqlite_file,
 )
-from ebbflow.training.policy_metadata import METADATA
 
 CHALLENGER = "challenger"
 PREVIOUS = "previous"
 """Aliases, besides ``lock.CHAMPION``."""
-BASE_DIGEST = "ebbflow.base_digest"
 REPLACES = "ebbflow.replaces"
 ROLLED_BACK = "ebbflow.rolled_back"
+ANCHORED = "ebbflow.anchored"
+"""The tag of a version that a person made champion, with the time: the newest is the anchor that
+candidates are compared with, too.
+"""
 COMPARED_WITH = "ebbflow.compared_with"
 DECISION = "ebbflow.decision"
+GATE_DIGEST = "ebbflow.gate_digest"
 """Tags of a version."""
 NO_CHAMPION = "no champion"
 """The value of ``COMPARED_WITH`` where there was none."""
@@ -86,20 +100,33 @@ def register_version(
             tags belong into ``lineage``.
 
     Raises:
-        RegistryError: a write failed.
+        RegistryError: a write failed, or a version that names this run was not made by it.
     """
     client = connect_to_store(tracked.tracking_uri)
-    with _raise_registry_errors(
+    with raise_registry_errors(
         f"register the policy of run {tracked.run_id} as {model_name!r}", tracked.tracking_uri
     ):
-        _ensure_registered_model(client, model_name)
+        ensure_registered_model(client, model_name)
         # Each step below looks for what an earlier attempt has done: a retry ends in the same
         # state, with one version.
         version = find_version(client, model_name, tracked.run_id)
         if version is None:
             tags = _build_version_tags(client, tracked, decision, lineage, expected_champion)
-            version = create_version(client, tracked, policy, base, model_name, tags, evidence)
+            version = create_version(
+                client,
+                tracked,
+                policy,
+                base,
+                model_name,
+                tags,
+                evidence,
+                attest=partial(attest_registration, model_name, tracked.run_id),
+            )
             logger.info("registered %r version %s", model_name, version.version)
+        # A version that merely names this run may be anybody's: it must not be signed.
+        require_attestation(version, tracked.run_id)
+        # Again on a retry, whose first attempt may have died between the two.
+        sign_version(client, model_name, str(version.version), verified=version)
         link_version_to_run(client, tracked, version)
         _set_challenger(client, model_name, version)
         return _read_registration(client, model_name, str(version.version))
@@ -111,6 +138,7 @@ def promote_version(
     tags: dict[str, str],
     *,
     expected_champion: str | None,
+    gate_policy: GatePolicy | None = None,
 ) -> Registration:
     """Make a registered version champion. Idempotent; of several concurrent promotions one wins.
 
@@ -118,18 +146,21 @@ def promote_version(
         tags: further tags of the version about its promotion; they get the prefix ``ebbflow.``
             unless dotted.
         expected_champion: the version that the gate compared with; None if there was no champion.
+        gate_policy: the rules that the version has passed, which the first promotion pins to the
+            model; None pins none.
 
     Raises:
         RegistryError: a write failed, the champion is no longer the one that the gate compared
-            with, or the version was champion and has been rolled back. The champion has not moved,
-            unless the answer to the very last write was lost.
+            with, the model's gate policy asks for more than the version has passed, the version
+            has been rolled back, or its weights were deleted. The champion stays, unless the last
+            write's answer was lost.
         RegistryLockError: another promotion of the model did not end.
     """
     client = connect_to_store(tracked.tracking_uri)
     name = registration.model_name
     version = registration.version
     with (
-        _raise_registry_errors(f"make {name!r} version {version} champion", tracked.tracking_uri),
+        raise_registry_errors(f"make {name!r} version {version} champion", tracked.tracking_uri),
         hold_registry_lock(client, name, version, expected_champion) as check_held,
     ):
         # Read again under the lock: hours may lie between the gate and the approval.
@@ -146,14 +177,21 @@ def promote_version(
             )
         # After a rollback the expected champion is champion again, so the check above passes: a
         # retried task would silently undo what a person decided.
-        rolled_back = client.get_model_version(name, version).tags.get(ROLLED_BACK)
+        registered = client.get_model_version(name, version)
+        # A retention may have deleted them while a person thought about approval.
+        require_weights(registered)
+        require_signature(registered)
+        rolled_back = registered.tags.get(ROLLED_BACK)
         if rolled_back:
             raise RegistryError(
                 f"{name!r} version {version} has been rolled back ({rolled_back}), which a retry"
                 f" does not undo; to promote it, run `ebbflow rollback RECIPE --to {version}`"
             )
+        require_signing_key(f"{name!r} version {version}")
         # before the tags of the promotion, which an attempt that has lost its lock must not write
         check_held()
+        if gate_policy is not None:  # it may have changed while a person thought about approval
+            pin_gate_policy(client, name, gate_policy, f"the promotion of version {version}")
         for key, value in _prefix_tags(tags).items():
             client.set_model_version_tag(name, version, key, value)
         return _move_champion(client, name, champion, version, check_held)
@@ -173,7 +211,7 @@ def decline_version(
     client = connect_to_store(tracked.tracking_uri)
     name = registration.model_name
     version = registration.version
-    with _raise_registry_errors(f"tag {name!r} version {version}", tracked.tracking_uri):
+    with raise_registry_errors(f"tag {name!r} version {version}", tracked.tracking_uri):
         for key, value in _prefix_tags(tags).items():
             client.set_model_version_tag(name, version, key, value)
     return registration.model_copy(update={"declined": True})
@@ -181,16 +219,17 @@ def decline_version(
 
 def roll_back_champion(tracking_uri: str, model_name: str, to: str | None = None) -> Registration:
     """Make the previous champion, or version ``to``, champion again; the current champion becomes
-    ``previous``.
+    ``previous``. A version that a person names with ``to`` becomes the anchor.
 
     Raises:
-        RegistryError: there is no champion, no previous one or no such version, it is champion
-            already, the champion moved in the meantime, or a write failed.
+        RegistryError: without ``to`` there is no champion or no previous one; there is no such
+            version, its weights were deleted, it is champion already, the champion moved in the
+            meantime, or a write failed.
         RegistryLockError: a promotion of the model did not end.
     """
     check_store_exists(tracking_uri)
     client = connect_to_store(tracking_uri)
-    with _raise_registry_errors(f"roll {model_name!r} back", tracking_uri, "Run the command again"):
+    with raise_registry_errors(f"roll {model_name!r} back", tracking_uri, "Run the command again"):
         champion, version = _find_rollback_versions(client, model_name, to)
         with hold_registry_lock(client, model_name, version, champion) as check_held:
             # the versions were looked up without the lock, as the lock needs one of them
@@ -201,177 +240,26 @@ def roll_back_champion(tracking_uri: str, model_name: str, to: str | None = None
                     f" {current or '(none)'}; nothing was rolled back. Run the command again to"
                     " roll back the new one"
                 )
+            # The rollback signs the version anew, so what is signed must be what was registered.
+            registered = client.get_model_version(model_name, version)
+            require_weights(registered)
+            require_signature(registered)
+            require_signing_key(f"{model_name!r} version {version}")
             check_held()
             # before the champion moves, or a retry of its promotion could come in between
             note = f"to version {version}, {datetime.now(UTC).isoformat(timespec='seconds')}"
-            client.set_model_version_tag(model_name, champion, ROLLED_BACK, note)
+            if champion is not None:
+                client.set_model_version_tag(model_name, champion, ROLLED_BACK, note)
+            # A person wants this version again, so that it is rolled back no more.
+            if ROLLED_BACK in client.get_model_version(model_name, version).tags:
+                client.delete_model_version_tag(model_name, version, ROLLED_BACK)
+            if to is not None:
+                anchored = datetime.now(UTC).isoformat()
+                client.set_model_version_tag(model_name, to, ANCHORED, anchored)
             return _move_champion(client, model_name, champion, version, check_held)
 
 
-def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
-    """The champion of a registered model; None if the model does not exist yet or has none."""
-    with _raise_registry_errors(f"look up the champion of {model_name!r}", tracking_uri):
-        version = find_version_by_alias(connect_to_store(tracking_uri), model_name, CHAMPION)
-    if version is None:
-        return None
-    return Champion(
-        tracking_uri=tracking_uri,
-        model_name=model_name,
-        version=str(version.version),
-        # a version that a user registered by hand has none of the tags
-        run_id=version.tags.get(RUN, version.run_id or ""),
-        recipe_digest=version.tags.get(DIGEST, ""),
-        base_digest=version.tags.get(BASE_DIGEST, ""),
-    )
-
-
-def find_named_version(tracking_uri: str, named: str) -> ModelVersion:
-    """Find the version that ``MODEL``, ``MODEL@alias`` or ``MODEL/version`` names; a model alone
-    means its champion.
-
-    Example:
-        ::
-
-            find_named_version(uri, "glyph")             # its champion
-            find_named_version(uri, "glyph@challenger")  # the newest version
-            find_named_version(uri, "glyph/7")           # version 7
-
-    Raises:
-        RegistryError: there is no such version, or no such store.
-    """
-    check_store_exists(tracking_uri)
-    client = connect_to_store(tracking_uri)
-    name, _, number = named.partition("/")
-    name, _, alias = name.partition("@")
-    with _raise_registry_errors(f"look up {named!r}", tracking_uri, "Run the command again"):
-        if number and alias:
-            raise RegistryError(
-                f"{named!r} names a version in two ways; give MODEL@alias or MODEL/version"
-            )
-        if not number:
-            version = find_version_by_alias(client, name, alias or CHAMPION)
-            if version is None:
-                wanted = alias or CHAMPION
-                raise RegistryError(
-                    f"no version of {name!r} has the alias {wanted!r}; give MODEL@alias or"
-                    " MODEL/version"
-                )
-            return version
-        try:
-            return client.get_model_version(name, number)
-        except MlflowException as error:
-            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                raise
-            raise RegistryError(
-                f"there is no version {number!r} of {name!r}; give MODEL@alias or MODEL/version"
-            ) from error
-
-
-def find_version_with_base(tracking_uri: str, base_digest: str) -> ModelVersion | None:
-    """Find a version of any model that was registered with this base model; None if there is none,
-    or no such store.
-    """
-    try:
-        check_store_exists(tracking_uri)
-    except RegistryError:
-        return None
-    with _raise_registry_errors(
-        f"look up base model {base_digest[:12]}", tracking_uri, "Run the command again"
-    ):
-        wanted = f"tags.`{BASE_DIGEST}` = '{base_digest}' and tags.`{BASE_STORED}` = 'true'"
-        versions = connect_to_store(tracking_uri).search_model_versions(wanted, max_results=1)
-        return versions[0] if versions else None
-
-
-def download_version(tracking_uri: str, name: str, version: str, into: Path) -> Path:
-    """Download a version as MLflow stored it. Returns the folder that has the file ``MLmodel``."""
-    client = connect_to_store(tracking_uri)
-    with _raise_registry_errors(f"download {name!r} version {version}", tracking_uri):
-        # not "models:/<name>/<version>", which MLflow resolves in the process-wide registry
-        uri = client.get_model_version_download_uri(name, version)
-        return Path(
-            mlflow.artifacts.download_artifacts(uri, dst_path=str(into), tracking_uri=tracking_uri)
-        )
-
-
-def find_data_folder(model: Path) -> Path:
-    """The folder of a downloaded version that has ``policy/`` and, where it was stored,
-    ``base/``."""
-    flavor = Model.load(str(model)).flavors.get(mlflow.pyfunc.FLAVOR_NAME, {})
-    return safe_join(model, flavor.get(mlflow.pyfunc.DATA, "data"))
-
-
-def download_champion(champion: Champion, into: Path) -> Path:
-    """Download this very version, even if another has become champion since. Returns the folder
-    that has ``policy/``.
-    """
-    data = find_data_folder(
-        download_version(champion.tracking_uri, champion.model_name, champion.version, into)
-    )
-    if not (data / "policy" / METADATA).is_file():
-        raise RegistryError(
-            f"{champion.model_name!r} version {champion.version} has no policy/{METADATA}, so"
-            f" Ebbflow did not register it; move the alias {CHAMPION!r} to a version of Ebbflow's,"
-            " or delete the alias"
-        )
-    return data
-
-
-def download_champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, Path]:
-    """(base-model folder, policy folder) of a champion: its own base if it was stored with the
-    version, else ``base``.
-
-    Raises:
-        RegistryError: it was trained from another base, which was not stored.
-    """
-    data = download_champion(champion, into)
-    if (data / "base").is_dir():
-        return data / "base", data / "policy"
-    # The champion is drawn beside the candidate: with another base model the two would differ by
-    # more than the training.
-    digest = verify_folder(base)
-    if champion.base_digest != digest:
-        raise RegistryError(
-            f"{champion.model_name!r} version {champion.version} was trained from base model"
-            f" {champion.base_digest[:12] or '(unknown)'}, this run from {digest[:12]}; set another"
-            " promotion.model_name"
-        )
-    return base, data / "policy"
-
-
-def check_store_exists(tracking_uri: str) -> None:
-    """Check that a SQLite store exists: a client would make an empty one.
-
-    Raises:
-        RegistryError: it does not.
-    """
-    database = find_sqlite_file(tracking_uri)
-    if database and not database.is_file():
-        raise RegistryError(
-            f"no MLflow store at {tracking_uri}; run this where the pipeline ran, or set"
-            " tracking.uri"
-        )
-
-
-@contextmanager
-def _raise_registry_errors(
-    what: str, uri: str, fix: str = "Run the task again: it resumes"
-) -> Iterator[None]:
-    """Turn whatever the store raises into one error that says what was being done."""
-    try:
-        yield
-    # which already say what was done; RegistryError is one
-    except TrackingError:
-        raise
-    # MLflow, requests and SQLAlchemy raise types of their own; any of them means that the write may
-    # not have happened
-    except Exception as error:
-        raise RegistryError(
-            f"could not {what} in {redact_secrets(uri)}: {redact_secrets(str(error))}. {fix}"
-        ) from error
-
-
-def _ensure_registered_model(client: MlflowClient, name: str) -> None:
+def ensure_registered_model(client: MlflowClient, name: str) -> None:
     try:
         client.create_registered_model(
             name, description="Policies post-trained by Ebbflow; the gate moves the alias champion."
@@ -391,6 +279,12 @@ def _build_version_tags(
 ) -> dict[str, str]:
     run_tags = client.get_run(tracked.run_id).data.tags
     execution = {EXECUTION: run_tags[EXECUTION]} if EXECUTION in run_tags else {}
+    # Of the code that trained: the run's own tags go when somebody deletes the run.
+    source = {
+        key: run_tags[tag]
+        for key, tag in (("ebbflow.git_commit", MLFLOW_GIT_COMMIT), (UNCOMMITTED, UNCOMMITTED))
+        if tag in run_tags
+    }
     gate = {
         COMPARED_WITH: expected_champion or NO_CHAMPION,
         DECISION: format_decision_tag(decision),
@@ -398,9 +292,11 @@ def _build_version_tags(
     return {
         **_prefix_tags(lineage),
         **execution,
+        **source,
         **gate,
         RUN: tracked.run_id,
         DIGEST: tracked.recipe_digest,
+        VERSION_FORMAT_TAG: str(VERSION_FORMAT),
     }
 
 
@@ -417,6 +313,46 @@ def format_decision_tag(decision: GateDecision) -> str:
     return text
 
 
+def says_decision(tag: str, decision: GateDecision) -> bool:
+    """Return whether the value of a tag, also of an earlier Ebbflow, says this decision: its text
+    lacks the fields that came later, whose defaults say the same.
+    """
+    if tag == format_decision_tag(decision):
+        return True
+    try:
+        return GateDecision.model_validate_json(tag) == decision
+    except ValidationError:
+        return False  # what was cut off is compared as text
+
+
+def describe_promotion(version: str, replaced: str | None, tags: Mapping[str, str]) -> str:
+    """Return the record of a promotion or a rollback, the value of the tag ``PROMOTION``. It names
+    the version and its digests: copied to another version, it does not fit.
+    """
+    record = {
+        "version": version,
+        "replaces": replaced or "",
+        "policy_digest": tags.get(POLICY_DIGEST, ""),
+        "gate_digest": tags.get(GATE_DIGEST, ""),
+    }
+    return json.dumps(record, sort_keys=True)
+
+
+def require_evaluated_policy(policy: Path, evaluation: Evaluation) -> None:
+    """Check that a policy folder is the one that was evaluated.
+
+    Raises:
+        RegistryError: it is another.
+    """
+    digest = verify_folder(policy)
+    if digest != evaluation.policy_digest:
+        raise RegistryError(
+            f"{policy} has the digest {digest[:12]}, and the evaluation {evaluation.label!r} is of"
+            f" {evaluation.policy_digest[:12] or '(unknown)'}; register the policy that was"
+            " evaluated"
+        )
+
+
 def _set_challenger(client: MlflowClient, name: str, version: ModelVersion) -> None:
     """Make a version challenger unless a newer one is: a late retry must not take the alias from
     it.
@@ -426,21 +362,23 @@ def _set_challenger(client: MlflowClient, name: str, version: ModelVersion) -> N
         client.set_registered_model_alias(name, CHALLENGER, version.version)
 
 
-def _find_rollback_versions(client: MlflowClient, name: str, to: str | None) -> tuple[str, str]:
-    """(the champion, the version that replaces it)."""
+def _find_rollback_versions(
+    client: MlflowClient, name: str, to: str | None
+) -> tuple[str | None, str]:
+    """(the champion, None if it was deleted by hand; the version that replaces it)."""
     champion = find_version_by_alias(client, name, CHAMPION)
-    if champion is None:
-        raise RegistryError(
-            f"{name!r} has no champion to roll back; check promotion.model_name and the MLflow"
-            " store"
-        )
-    version = to or _find_previous_champion(client, name, champion)
+    version = to or (_find_previous_champion(client, name, champion) if champion else None)
     if version is None:
-        raise RegistryError(
-            f"{name!r} version {champion.version} is champion and replaced none; give a version"
-            " with --to"
+        problem = (
+            f"version {champion.version} is champion and replaced none"
+            if champion
+            else "has no champion: it has none yet, or the version was deleted by hand"
         )
-    if version == str(champion.version):
+        raise RegistryError(
+            f"{name!r} {problem}; name the version that shall be champion with --to. Versions:"
+            f" {_list_known_versions(client, name)}"
+        )
+    if champion and version == str(champion.version):
         raise RegistryError(
             f"{name!r} version {version} is the champion already; nothing was changed"
         )
@@ -449,15 +387,24 @@ def _find_rollback_versions(client: MlflowClient, name: str, to: str | None) -> 
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-        numbers = sorted(
-            int(known_version.version)
-            for known_version in client.search_model_versions(f"name = '{name}'")
-        )
-        known = ", ".join(map(str, numbers[-10:]))
+        known = _list_known_versions(client, name)
         raise RegistryError(
             f"{name!r} has no version {version}; give one with --to, such as {known}"
         ) from error
-    return str(champion.version), version
+    return str(champion.version) if champion else None, version
+
+
+def _list_known_versions(client: MlflowClient, name: str) -> str:
+    """List the newest versions of a model for an error; "previous" marks the one with the alias."""
+    previous = find_version_by_alias(client, name, PREVIOUS)
+    numbers = sorted(
+        int(version.version) for version in client.search_model_versions(f"name = '{name}'")
+    )
+    marked = [
+        f"{number} (previous)" if previous and number == int(previous.version) else str(number)
+        for number in numbers[-10:]
+    ]
+    return ", ".join(marked) or "none; check promotion.model_name and the MLflow store"
 
 
 def _find_previous_champion(client: MlflowClient, name: str, champion: ModelVersion) -> str | None:
@@ -470,6 +417,16 @@ def _find_previous_champion(client: MlflowClient, name: str, champion: ModelVers
     return champion.tags.get(REPLACES) or None
 
 
+def record_promotion(client: MlflowClient, name: str, version: str, replaced: str | None) -> None:
+    """Write the tags of a version that becomes, or is, champion."""
+    # The tag first: killed after it, a retry overwrites it. Killed after PREVIOUS has moved, the
+    # tag of the champion still knows the version before it (_find_previous_champion).
+    client.set_model_version_tag(name, version, REPLACES, replaced or "")
+    tags = client.get_model_version(name, version).tags
+    record = describe_promotion(version, replaced, tags)
+    client.set_model_version_tag(name, version, PROMOTION, record)
+
+
 def _move_champion(
     client: MlflowClient,
     name: str,
@@ -478,9 +435,8 @@ def _move_champion(
     check_held: Callable[[], None],
 ) -> Registration:
     """The writes of a promotion, the decisive one last. The caller holds the lock."""
-    # The tag first: killed after it, a retry overwrites it. Killed after PREVIOUS has moved, the
-    # tag of the champion still knows the version before it (_find_previous_champion).
-    client.set_model_version_tag(name, version, REPLACES, champion or "")
+    record_promotion(client, name, version, champion)
+    sign_version(client, name, version)
     if champion is not None:
         client.set_registered_model_alias(name, PREVIOUS, champion)
     # As late as possible. Between this check and the write nothing protects the champion, which is

@@ -6,6 +6,7 @@ The model's data folder has ``policy/`` and, unless the base model is only refer
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Hashable
 from pathlib import Path
@@ -18,6 +19,8 @@ from ebbflow.data.images import ImageError, load_condition_image
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.tracking.store import TrackingError
+
+logger = logging.getLogger(__name__)
 
 
 class ServedPolicy:
@@ -111,16 +114,80 @@ def _parse_request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
     )
 
 
-def _load_pyfunc(data_path: str) -> ServedPolicy:
-    """MLflow's entry point. The model is loaded now: a server's first request would run into its
-    time limit.
+def load_version(tracking_uri: str, named: str, into: Path) -> ServedPolicy:
+    """Download a registered version, compare it with what was registered, and load it with this
+    Ebbflow. Unlike MLflow's ``load_model``, nothing in the version runs as code.
+
+    Args:
+        named: ``MODEL``, ``MODEL@alias`` or ``MODEL/version``; a model alone means its champion.
+        into: a folder for the version, which must stay as long as the policy is used.
+
+    Raises:
+        RegistryError: there is no such version, it is not what was registered, or it is not signed
+            where a key is configured.
+        ArtifactError, PolicyError, ModelError: as ``evaluation.serve.iterate_images``.
     """
+    from ebbflow.registry.download import download_registered_data
+    from ebbflow.registry.lookup import find_named_version
+
+    version = find_named_version(tracking_uri, named)
+    return _load_data(download_registered_data(tracking_uri, version, into))
+
+
+def _load_pyfunc(data_path: str) -> ServedPolicy:
+    """MLflow's entry point."""
+    _require_registered_data(Path(data_path))
+    return _load_data(Path(data_path))
+
+
+def _load_data(data: Path) -> ServedPolicy:
+    """Load the policy now: a server's first request would run into its time limit."""
     from ebbflow.evaluation.serve import load_served_model
 
-    base = find_base_folder(Path(data_path))
-    policy = Path(data_path) / "policy"
-    load_served_model(base, policy)
-    return ServedPolicy(base, policy)
+    base = find_base_folder(data)
+    load_served_model(base, data / "policy")
+    return ServedPolicy(base, data / "policy")
+
+
+def _require_registered_data(data: Path) -> None:
+    """Compare the data of a version that MLflow loads with what was registered, by the tags in the
+    registry that MLflow took it from.
+
+    Raises:
+        RegistryError: they differ; or a key is configured and the version cannot be found.
+    """
+    import mlflow
+    import yaml
+    from mlflow.exceptions import MlflowException
+
+    from ebbflow.registry.download import require_registered_folders
+    from ebbflow.registry.model_version import (
+        REGISTERED_MODEL_META,
+        RegistryError,
+        check_store_exists,
+    )
+    from ebbflow.registry.signing import is_signing_configured
+
+    # MLflow writes this file beside what it downloads as models:/NAME/VERSION. The folder of the
+    # data is one or two levels below it.
+    places = [parent / REGISTERED_MODEL_META for parent in list(data.parents)[:3]]
+    meta = next((path for path in places if path.is_file()), None)
+    named = yaml.safe_load(meta.read_text()) if meta else None
+    problem = f"{data} was not loaded as models:/NAME/VERSION, so that nothing says what it is"
+    if named:
+        uri = mlflow.get_registry_uri()
+        try:
+            check_store_exists(uri)
+            client = mlflow.MlflowClient(registry_uri=uri)
+            version = client.get_model_version(named["model_name"], str(named["model_version"]))
+        except (RegistryError, MlflowException) as error:
+            problem = f"the registry does not have the version of {data}: {error}"
+        else:
+            require_registered_folders(version, data)
+            return
+    if is_signing_configured():
+        raise RegistryError(f"{problem}; its signature cannot be checked, so it is not served")
+    logger.warning("%s; its digests were not compared with the registry's", problem)
 
 
 def find_base_folder(data: Path) -> Path:

@@ -27,8 +27,8 @@ from ebbflow.models.prepare import cache_base_folder
 from ebbflow.offline.replay import replay_offline_step
 from ebbflow.online.replay import replay_online_step
 from ebbflow.recipe import Recipe
-from ebbflow.registry.model_version import find_version
-from ebbflow.registry.promotion import check_store_exists, download_version, find_data_folder
+from ebbflow.registry.download import download_version, find_data_folder
+from ebbflow.registry.model_version import check_store_exists, find_version
 from ebbflow.replay.output import PAGE, TABLE, Replay, render_page, write_table_of_samples
 from ebbflow.stage import StageContext, StageFolders
 from ebbflow.storage.artifacts import COMMIT, ArtifactError, check_replaceable, verify_folder

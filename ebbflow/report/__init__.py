@@ -6,9 +6,11 @@ Where it fits
 
 How
     - ``run_report``: the inputs of the report, the page, the summary and the table.
-    - ``pictures``: the first prompts under every policy, and those whose reward changed most.
+    - ``sides``: two evaluations side by side. ``pictures``: the first prompts under every policy,
+      and those whose reward changed most.
     - ``categories``: means by category of the prompts.
     - ``glossary``: the meaning of every number. ``run_facts``: times, machine and versions.
+    - ``page_environment``: the templates, which ``comparison`` uses as well.
     - ``outcome``: the last lines of a run in the terminal.
 
 Gotchas

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ebbflow.formatting import first_doc_paragraph
 from ebbflow.plots import charts
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.base import read_field_docs
+from ebbflow.recipe.key_docs import read_field_docs
 from ebbflow.recipe.promotion import MarginsConfig
 
 MEANINGS = {
@@ -35,12 +35,12 @@ MEANINGS = {
         " best would give."
     ),
     "Interval": (
-        "Where the mean difference lies with the stated confidence, by resampling prompts (paired"
-        " bootstrap)."
+        "Where the mean difference lies with the stated confidence, paired by prompt. The gate"
+        " decides by its own p-values, which its reasons state."
     ),
     "Allowed fall": (
-        "How far a guardrail may fall before the gate refuses: promotion.guardrail_tolerance on its"
-        " own scale."
+        "The candidate must prove that a guardrail fell by less: promotion.guardrail_tolerance, and"
+        " against the anchor promotion.anchor_tolerance, on its own scale."
     ),
 }
 OWN = "A score of your own code, or one that a server of rewards reports; higher counts as better."
@@ -48,8 +48,10 @@ OWN = "A score of your own code, or one that a server of rewards reports; higher
 
 def build_glossary(
     recipe: Recipe, metrics: Sequence[str], statistics: Sequence[str]
-) -> dict[str, str]:
-    """Build the meaning of everything that the report names, by the name that the page shows."""
+) -> dict[str, dict[str, str]]:
+    """Build the variables of the glossary of a page: the meaning of everything that it names, and
+    the id of each meaning, by the name that the page shows.
+    """
     meanings = {panel.title: panel.meaning for panel in charts.PANELS}
     # A metric of the run may have a panel's name, and then its own meaning counts.
     for metric in metrics:
@@ -58,7 +60,8 @@ def build_glossary(
         meanings[charts.format_metric_name(name)] = explain_statistic(name)
     # Lower-case entries of MEANINGS are metrics, which the loop above has added where they occur.
     meanings |= {name: text for name, text in MEANINGS.items() if name[0].isupper()}
-    return meanings
+    ids = {name: f"about-{number}" for number, name in enumerate(meanings, start=1)}
+    return {"meanings": meanings, "ids": ids}
 
 
 def explain_metric(recipe: Recipe, metric: str) -> str:

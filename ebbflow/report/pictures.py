@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-from ebbflow.data.records import Evaluation
 from ebbflow.formatting import format_difference, format_number
 from ebbflow.plots import charts
 from ebbflow.plots.images import MAX_SHARP_WIDTH, encode_data_uri, open_rgb_image
@@ -61,12 +60,15 @@ class Row(NamedTuple):
     change: str = ""
 
 
-EvaluatedSamples = Sequence[tuple[Evaluation, Path]]
-"""Evaluations, each with the Parquet file of its samples."""
+LabelledSamples = Sequence[tuple[str, Path]]
+"""Labels of evaluations, each with the Parquet file of its samples."""
 
 
 def build_first_rows(
-    pictured: EvaluatedSamples, metrics: Sequence[str], at_size: Collection[str]
+    pictured: LabelledSamples,
+    metrics: Sequence[str],
+    at_size: Collection[str],
+    prompts: Collection[int] | None = None,
 ) -> list[Row]:
     """Build rows of the first held-out prompts, not the best ones, with every policy's picture from
     the same noise.
@@ -75,9 +77,11 @@ def build_first_rows(
         metrics: of a sample, those that stand beside its enlarged picture.
         at_size: labels of the evaluations whose pictures are embedded at their size; the page must
             stay small enough to open.
+        prompts: the ids among which the first are taken; default: all.
     """
-    sides = [_read_first_samples(path) for _, path in pictured]
-    labels = [evaluation.label for evaluation, _ in pictured]
+    first = None if prompts is None else sorted(prompts)[:MAX_PROMPTS]
+    sides = [_read_first_samples(path, first) for _, path in pictured]
+    labels = [label for label, _ in pictured]
     # By id, so that a prompt keeps its place in the reports of other runs.
     ids = sorted({prompt for side in sides for prompt in side})[:MAX_PROMPTS]
     return [
@@ -127,7 +131,7 @@ def _read_first_samples(
     pictures can be gigabytes.
     """
     first = _read_first_numbers(path)
-    ids = sorted(first)[:MAX_PROMPTS] if prompts is None else sorted(first.keys() & prompts)
+    ids = sorted(first)[:MAX_PROMPTS] if prompts is None else sorted(first.keys() & set(prompts))
     if not ids:
         return {}  # pyarrow cannot tell the type of an empty list in a filter
     rows = pq.read_table(path, filters=[HELD_OUT, ("prompt_id", "in", ids)]).to_pylist()

@@ -74,7 +74,7 @@ def collect_run_facts(tracked: TrackedRun) -> RunFacts:
             redact_secrets(str(error)),
         )
     return RunFacts(
-        time.time(), _describe_machine(), _read_versions(), tags.get(COMMIT), tags.get(USER), nodes
+        time.time(), describe_machine(), read_versions(), tags.get(COMMIT), tags.get(USER), nodes
     )
 
 
@@ -104,7 +104,8 @@ def _read_tags_and_nodes(
             return tags, nodes
 
 
-def _describe_machine() -> str:
+def describe_machine() -> str:
+    """Describe processor, cores and system."""
     # platform.processor() is empty on most Linux systems.
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
@@ -115,7 +116,8 @@ def _describe_machine() -> str:
     return f"{processor}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
 
 
-def _read_versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
+    """Read the versions of Python and of the packages that results depend on."""
     versions = {"Python": platform.python_version()}
     for name in VERSIONS:
         try:

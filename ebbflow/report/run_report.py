@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from ebbflow.data.records import (
@@ -22,24 +17,23 @@ from ebbflow.data.records import (
     StageRecord,
     TrackedRun,
 )
-from ebbflow.data.schema import KEY
-from ebbflow.evaluation.distribution import estimate_best_of
-from ebbflow.evaluation.gate import REFUSED
-from ebbflow.evaluation.statistics import average_over_prompts
-from ebbflow.formatting import format_difference, format_duration, format_number
+from ebbflow.formatting import format_number
 from ebbflow.plots import charts
-from ebbflow.plots.pages import create_page_environment
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.families import find_family
 from ebbflow.registry.serving import how_to_load
 from ebbflow.report.categories import build_category_tables, keep_finite, summarise_categories
+from ebbflow.report.costs import Ledger
 from ebbflow.report.glossary import build_glossary
-from ebbflow.report.pictures import (
-    HELD_OUT,
-    MAX_PREVIEW_WIDTH,
-    build_changed_rows,
-    build_first_rows,
-)
+from ebbflow.report.page_environment import create_result_environment
 from ebbflow.report.run_facts import RunFacts
+from ebbflow.report.sides import (
+    build_pictures,
+    compare_by_prompt,
+    list_metrics,
+    name_trained_reward,
+)
+from ebbflow.run_summary import write_summary_file
 from ebbflow.storage.disk import write_text
 
 MAX_COLUMNS = 6
@@ -86,6 +80,8 @@ class ReportInputs:
     """
     facts: RunFacts | None = None
     """Wall times, machine, versions and commit (``ebbflow.report.run_facts``)."""
+    ledger: Ledger | None = None
+    """What the run costs (``ebbflow.report.costs``)."""
     policy: str | None = None
     """Path or URI of the candidate's policy folder."""
     base: str | None = None
@@ -186,6 +182,8 @@ def summarise_run(inputs: ReportInputs) -> dict[str, Any]:
         "load": _how_to_load(inputs),
     }
     categories = summarise_categories(inputs.first_evaluation, inputs.candidate_evaluation)
+    if inputs.ledger:
+        summary["cost"] = inputs.ledger.summarise()
     # Most prompt files have no categories, and a program asks whether the key is there.
     if categories:
         summary["categories"] = categories
@@ -194,13 +192,12 @@ def summarise_run(inputs: ReportInputs) -> dict[str, Any]:
 
 def write_summary(path: Path, inputs: ReportInputs) -> None:
     """Write ``summarise_run`` as JSON."""
-    # NaN would be written as a word that JSON does not have and other parsers refuse.
-    write_text(path, json.dumps(summarise_run(inputs), indent=2, allow_nan=False) + "\n")
+    write_summary_file(path, summarise_run(inputs))
 
 
 def format_summary_table(inputs: ReportInputs) -> str:
     """Format a table of evaluations by metrics, for the terminal; a star marks the candidate."""
-    metrics = _list_metrics(inputs)
+    metrics = list_metrics(inputs.recipe, [evaluation for evaluation, _ in inputs.evaluations])
     table = [["", *(charts.format_metric_name(metric) for metric in metrics), "drift"]]
     for evaluation, _ in inputs.evaluations:
         mark = "*" if evaluation is inputs.candidate_evaluation else ""
@@ -222,23 +219,14 @@ def format_summary_table(inputs: ReportInputs) -> str:
 
 def write_report(path: Path, inputs: ReportInputs) -> None:
     """Write one HTML file without references to other files or the network."""
-    environment = create_page_environment(Path(__file__).parent)
-    # The page marks the reasons that begin with it.
-    environment.globals["refused"] = REFUSED
-    environment.filters |= {
-        "number": format_number,
-        "signed": format_difference,
-        "label": charts.format_metric_name,
-        "duration": format_duration,
-        "day": _format_day,
-    }
-    write_text(path, environment.get_template("report.html").render(_build_page(inputs)))
+    template = create_result_environment().get_template("report.html")
+    write_text(path, template.render(_build_page(inputs)))
 
 
 def _build_page(inputs: ReportInputs) -> dict[str, Any]:
-    metrics = _list_metrics(inputs)
+    metrics = list_metrics(inputs.recipe, [evaluation for evaluation, _ in inputs.evaluations])
     pictured = _select_evaluations(inputs)
-    (against, _), _ = _find_compared_sides(inputs)
+    against, after = _find_compared_sides(inputs)
     # The champion is a dashed line of the charts, and no point of this run's progress.
     run_evaluations = [
         evaluation for evaluation, _ in inputs.evaluations if evaluation is not inputs.champion
@@ -251,15 +239,13 @@ def _build_page(inputs: ReportInputs) -> dict[str, Any]:
     return {
         "inputs": inputs,
         "metrics": metrics,
-        "guardrails": _list_guardrails(inputs.recipe),
-        "meanings": build_glossary(
-            inputs.recipe, [*metrics, inputs.decision.target.metric], statistics
-        ),
-        "trained": _name_trained_reward(inputs.recipe),
+        "guardrails": [guardrail.column for guardrail in inputs.recipe.guardrails],
+        **build_glossary(inputs.recipe, [*metrics, inputs.decision.target.metric], statistics),
+        "trained": name_trained_reward(inputs.recipe),
         "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
         "shown": [evaluation for evaluation, _ in pictured],
         "distributed": _list_distributions(inputs, metrics),
-        "categories": build_category_tables(against, inputs.candidate_evaluation),
+        "categories": build_category_tables(against[0], inputs.candidate_evaluation),
         "statistics": statistics,
         "progress": charts.plot_progress(
             run_evaluations, metrics, inputs.candidate_evaluation.label, inputs.champion
@@ -273,64 +259,9 @@ def _build_page(inputs: ReportInputs) -> dict[str, Any]:
         "recipe_yaml": yaml.safe_dump(inputs.recipe.model_dump(mode="json"), sort_keys=False),
         "problems": _list_problems(inputs),
         "how_to_load": _how_to_load(inputs),
-        **_build_pictures(inputs, pictured, metrics),
-        **_compare_by_prompt(inputs),
+        **build_pictures(pictured, against, after, metrics),
+        **compare_by_prompt(inputs.recipe, against, after),
     }
-
-
-def _build_pictures(
-    inputs: ReportInputs, pictured: Sequence[tuple[Evaluation, Path]], metrics: Sequence[str]
-) -> dict[str, Any]:
-    against, after = _find_compared_sides(inputs)
-    compared = against[0].label, after[0].label
-    # Only the two compared sides are embedded at full size: the page must stay small.
-    fell, rose = build_changed_rows(against[1], after[1], compared, metrics)
-    rows = build_first_rows(pictured, metrics, compared)
-    width = max(
-        (cell.width for row in rows for cell in row.cells if cell), default=MAX_PREVIEW_WIDTH
-    )
-    # At least 128, a whole multiple of the glyph model's 32 pixels: each pixel stays a square.
-    return {
-        "rows": rows,
-        "fell": fell,
-        "rose": rose,
-        "picture_width": min(max(width, 128), MAX_PREVIEW_WIDTH),
-    }
-
-
-def _compare_by_prompt(inputs: ReportInputs) -> dict[str, Any]:
-    """Compare every prompt's reward as a scatter, and the best of k samples as a table."""
-    against, after = _find_compared_sides(inputs)
-    # Without the column of pictures, which can be gigabytes.
-    columns = [*KEY, "split", "reward"]
-    tables = [
-        pq.read_table(path, columns=columns, filters=[HELD_OUT]) for _, path in (after, against)
-    ]
-    means = average_over_prompts("reward", *tables)
-    # Paired by prompt, [P]: each prompt has the same noise on both sides.
-    differences = means["candidate"] - means["champion"]
-    # Powers of two below the number of samples, and that number.
-    samples = inputs.recipe.evaluation.samples
-    counts = [*(k for k in (1, 2, 4, 8, 16, 32, 64) if k < samples), samples]
-    best = [
-        (evaluation.label, [estimate_best_of(*_read_rewards(table), k, counts[-1]) for k in counts])
-        for (evaluation, _), table in zip((against, after), reversed(tables), strict=True)
-    ]
-    return {
-        "scatter": charts.plot_scatter(
-            means["champion"].tolist(), means["candidate"].tolist(), "reward"
-        ),
-        "moved": [int(rows.sum()) for rows in (differences > 0, differences < 0, differences == 0)],
-        "best_counts": counts,
-        "best": [(label, values) for label, values in best if values[-1] is not None],
-        "against": against[0],
-    }
-
-
-def _read_rewards(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Read prompts and rewards of the samples, NaN where there is none."""
-    rewards = table["reward"].to_pandas().to_numpy(np.float64, na_value=np.nan)
-    return table["prompt_id"].to_numpy(), rewards
 
 
 def _find_compared_sides(
@@ -350,7 +281,12 @@ def _list_problems(inputs: ReportInputs) -> list[str]:
     """List what a person should know before anything else."""
     # They stand at the top of the page: an alarm makes the numbers below it doubtful.
     alarms = [f"{record.label}: {alarm}" for record, _ in inputs.stages for alarm in record.alarms]
-    return [*alarms, *inputs.outages]
+    model = inputs.recipe.model
+    family = find_family(model.family)
+    caveats = (
+        [f"model.family = {model.family}: {family.caveat}"] if family and family.caveat else []
+    )
+    return [*alarms, *inputs.outages, *caveats]
 
 
 def _how_to_load(inputs: ReportInputs) -> str | None:
@@ -360,35 +296,6 @@ def _how_to_load(inputs: ReportInputs) -> str | None:
     return how_to_load(
         inputs.tracked.tracking_uri, inputs.registration.model_name, inputs.registration.version
     )
-
-
-def _name_trained_reward(recipe: Recipe) -> str:
-    """Name the number under a picture: the only reward, or the weighted sum."""
-    # With another weight than 1, the number is a multiple of the score and has no name of its own.
-    first = recipe.rewards[0]
-    if len(recipe.rewards) == 1 and first.weight == 1:
-        return charts.format_metric_name(first.column)
-    return "Reward"
-
-
-def _list_guardrails(recipe: Recipe) -> list[str]:
-    return [guardrail.column for guardrail in recipe.guardrails]
-
-
-def _list_metrics(inputs: ReportInputs) -> list[str]:
-    """List the metrics to show, in order: the total reward unless it equals the only one, trained
-    rewards, exact match, guardrails.
-    """
-    trained = [reward.column for reward in inputs.recipe.rewards]
-    metrics = [*trained, "exact_match", *_list_guardrails(inputs.recipe)]
-    # With one reward the sum is that reward, and a second equal column would only take room.
-    if len(trained) > 1 or trained[0] not in inputs.first_evaluation.held_out:
-        metrics.insert(0, "reward")
-    # Guardrails that no evaluation could measure would be empty columns.
-    measured: set[str] = set()
-    for evaluation, _ in inputs.evaluations:
-        measured |= keep_finite(evaluation.held_out).keys()
-    return [metric for metric in metrics if metric in measured]
 
 
 def _list_distributions(
@@ -452,8 +359,3 @@ def _measure_wall_seconds(inputs: ReportInputs, part: str) -> float | None:
             name for name in inputs.facts.nodes if name == part or name.startswith(f"{part} ")
         } - evaluations
     return inputs.facts.measure_wall_seconds(names) if names else None
-
-
-def _format_day(seconds: float) -> str:
-    """Seconds since 1970 as a date and a time, UTC."""
-    return f"{datetime.fromtimestamp(seconds, UTC):%d %B %Y, %H:%M} UTC".lstrip("0")

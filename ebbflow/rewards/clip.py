@@ -70,6 +70,11 @@ def load_clip(folder: Path) -> Clip:
     """Load the CLIP of a folder in the Hugging Face layout; once, however many rewards read from
     it.
     """
+    return read_clip(folder)
+
+
+def read_clip(folder: Path) -> Clip:
+    """Read the CLIP of a folder in the Hugging Face layout, for one reward that changes it."""
     processor = CLIPImageProcessorPil.from_pretrained(folder, local_files_only=True)
     tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     model = load_network(CLIPModel, folder)

@@ -16,6 +16,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, CustomRewardConfig, RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
+from ebbflow.rewards.functions import FunctionReward, is_score_function
 from ebbflow.rewards.groups import get_failure_reason, score_and_check
 from ebbflow.rewards.videos import score_videos, select_scored_frames
 
@@ -136,7 +137,7 @@ class Scorer:
     @property
     def reads_latents(self) -> bool:
         """Whether it needs the latents besides the images."""
-        return any(reward.scores == "latents" for reward in self._all_rewards)
+        return any(reward.scores == "latents" for reward in self.all_rewards)
 
     @property
     def trains_on_images(self) -> bool:
@@ -144,7 +145,7 @@ class Scorer:
         return not all(reward.scores == "latents" for reward, _ in self.rewards)
 
     @property
-    def _all_rewards(self) -> list[Reward]:
+    def all_rewards(self) -> list[Reward]:
         return [*(reward for reward, _ in self.rewards), *self.guardrails]
 
     def without_group_rewards(self) -> Scorer:
@@ -158,7 +159,7 @@ class Scorer:
         Those of a video are of its middle frame.
         """
         # One network alone: distances in the features of two networks cannot be put together.
-        for reward in self._all_rewards:
+        for reward in self.all_rewards:
             if reward.has_features:
                 is_video = images.ndim == 5
                 frames = images[:, images.shape[1] // 2] if is_video else images
@@ -260,16 +261,7 @@ class Scorer:
         Raises:
             RewardError: images, prompts and latents do not match, or a reward breaks its contract.
         """
-        _check_images(images, prompts)
-        asked = {reward.name: self._select_prompts(reward, prompts) for reward in self._all_rewards}
-        results = {}
-        for reward in self._all_rewards:
-            samples = images
-            score = score_and_check if images.ndim == 4 else score_videos
-            if reward.scores == "latents":
-                samples = _replace_non_finite_latents(reward, latents, len(images))
-                score = score_and_check
-            results[reward.name] = _score_rows(score, reward, samples, prompts, asked[reward.name])
+        asked, results = self._score_each(self.all_rewards, images, prompts, latents)
         # The sum is NaN where a reward that was asked failed: one that is missing would make the
         # sample look worse or better than the others of its group. One that was not asked adds 0.
         trained = [
@@ -283,6 +275,38 @@ class Scorer:
             reasons[row] = f"no trained reward scores the prompt set {prompts[row].source!r}"
         total = np.where(unrewarded, np.nan, np.sum(trained, axis=0))
         return ScoreTable(total, _collect_columns(results), reasons)
+
+    def score_pictures(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
+        """Score images or videos as a call does with the rewards and guardrails that need no
+        latents; there is no sum, and the reward is NaN.
+
+        Raises:
+            RewardError: as in a call.
+        """
+        rewards = [reward for reward in self.all_rewards if reward.scores != "latents"]
+        asked, results = self._score_each(rewards, images, prompts, None)
+        reasons = _collect_reasons(results, asked, len(images))
+        return ScoreTable(np.full(len(images), np.nan), _collect_columns(results), reasons)
+
+    def _score_each(
+        self,
+        rewards: Sequence[Reward],
+        images: np.ndarray,
+        prompts: Sequence[Prompt],
+        latents: np.ndarray | None,
+    ) -> tuple[dict[str, np.ndarray], dict[str, RewardResult]]:
+        """Return by the column of each reward which prompts it scores, bool [N], and its scores."""
+        _check_images(images, prompts)
+        asked = {reward.name: self._select_prompts(reward, prompts) for reward in rewards}
+        results = {}
+        for reward in rewards:
+            samples = images
+            score = score_and_check if images.ndim == 4 else score_videos
+            if reward.scores == "latents":
+                samples = _replace_non_finite_latents(reward, latents, len(images))
+                score = score_and_check
+            results[reward.name] = _score_rows(score, reward, samples, prompts, asked[reward.name])
+        return asked, results
 
     def _select_prompts(self, reward: Reward, prompts: Sequence[Prompt]) -> np.ndarray:
         """Return which prompts a reward scores, bool [N]."""
@@ -366,6 +390,8 @@ def _build_custom_reward(config: CustomRewardConfig) -> Reward:
             missing = ", ".join(sorted(target.__abstractmethods__))
             raise RewardError(f"{config.path} is not a whole reward: it lacks {missing}")
     try:
+        if is_score_function(target):
+            return FunctionReward(target, config.options)
         reward = config.build()
     except TypeError as error:
         raise RewardError(

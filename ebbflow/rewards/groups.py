@@ -12,6 +12,7 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import MAX_SCORE
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
+from ebbflow.watchdog import watch
 
 ALONE = "the only image of its prompt here, and this reward compares images"
 PAIRS_PER_CALL = 64
@@ -35,6 +36,12 @@ def score_samples(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]
         RewardError: a reward that compares breaks its contract, or one of videos [N, frames, ...]
             gets images.
     """
+    # Other people's code and servers: what hangs is named.
+    with watch(f"the reward {reward.name!r}, scoring {len(samples)} samples,"):
+        return _call_reward(reward, samples, prompts)
+
+
+def _call_reward(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
     if reward.scores in ("groups", "pairs"):
         return score_groups(reward, samples, prompts)
     if reward.scores == "videos" and samples.ndim == 4:

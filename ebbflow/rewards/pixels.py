@@ -1,5 +1,5 @@
-"""Prepare images for the vision transformers of the published rewards: resized, cropped,
-standardised as CLIP was trained.
+"""Prepare images for the vision transformers of the published rewards: resized, cropped or padded
+to a square, standardised as CLIP was trained.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
@@ -30,18 +30,11 @@ def resize_as_bytes(images: np.ndarray, size: int, device: torch.device) -> Tens
     return standardize_pixels(_crop_center(scale_to_unit_range(np.stack(sized), device), size))
 
 
-def resize_as_floats(images: np.ndarray, size: int, device: torch.device) -> Tensor:
-    """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as numbers, antialiased,
-    neither rounded nor clipped.
-    """
-    return resize_with_gradient(scale_to_unit_range(images, device), size)
-
-
 def resize_with_gradient(
     images: Tensor, size: int, margin: Callable[[float], int] = round
 ) -> Tensor:
-    """RGB in [0, 1], [N, 3, H, W] -> float32 [N, 3, size, size], with gradient: as
-    ``resize_as_floats``.
+    """RGB in [0, 1], [N, 3, H, W] -> float32 [N, 3, size, size], with gradient: the shorter edge
+    gets ``size``, antialiased, and the middle remains. Values are neither rounded nor clipped.
 
     Args:
         margin: how half of an odd number of pixels is rounded; transformers' processor of CLIP
@@ -51,6 +44,33 @@ def resize_with_gradient(
     return standardize_pixels(
         _crop_center(interpolate(images, shape, mode="bicubic", antialias=True), size, margin)
     )
+
+
+def letterbox_as_floats(images: np.ndarray, size: int, device: torch.device) -> Tensor:
+    """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: as ``letterbox_with_gradient``."""
+    return letterbox_with_gradient(scale_to_unit_range(images, device), size)
+
+
+def letterbox_with_gradient(images: Tensor, size: int) -> Tensor:
+    """RGB in [0, 1], [N, 3, H, W] -> float32 [N, 3, size, size], with gradient: the longer edge
+    gets ``size``, antialiased, and black bars fill the rest, so nothing is cut off.
+
+    Source: ``ResizeMaxSize`` of HPSv2's open_clip. It leaves an image alone whose longer edge has
+    the size already, and its network then refuses one that is not square; here it gets its bars.
+    """
+    height, width = images.shape[2:]
+    scale = size / max(height, width)
+    resized_height, resized_width = round(height * scale), round(width * scale)
+    resized = interpolate(images, (resized_height, resized_width), mode="bicubic", antialias=True)
+    missing_rows, missing_columns = size - resized_height, size - resized_width
+    # Left, right, top, bottom; an odd number of missing pixels goes to the right and the bottom.
+    bars = (
+        missing_columns // 2,
+        missing_columns - missing_columns // 2,
+        missing_rows // 2,
+        missing_rows - missing_rows // 2,
+    )
+    return standardize_pixels(pad(resized, bars))
 
 
 def scale_to_unit_range(images: np.ndarray, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ either side.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -72,7 +73,8 @@ class ScoreAnswer(Message):
     Example:
         Two images, of which the second could not be scored::
 
-            {"scores": [0.25, null], "failures": {"1": "no face"}, "metrics": {"count": [2, null]}}
+            {"scores": [0.25, null], "failures": {"1": "no face"}, "metrics": {"count": [2, null]},
+             "ids": ["5891b5b522d5df08", "e258d248fda94c63"]}
     """
 
     scores: Annotated[list[Score | None], FailFast()]
@@ -80,6 +82,9 @@ class ScoreAnswer(Message):
     """Why a score is null, by position."""
     metrics: dict[str, list[Score | None]] = {}
     """Further columns of N numbers, by name."""
+    ids: Annotated[list[str] | None, FailFast()] = None
+    """``identify_image`` of the images that were scored, in their order, so that scores of other
+    images, or in another order, are noticed."""
 
     @model_validator(mode="after")
     def _check_column_lengths(self) -> ScoreAnswer:
@@ -104,6 +109,11 @@ class Health(Message):
 
     reward: str
     ready: bool
+
+
+def identify_image(png: bytes) -> str:
+    """Return the id of an image: the first 16 hexadecimal digits of the sha256 of its PNG file."""
+    return hashlib.sha256(png).hexdigest()[:16]
 
 
 def count_values(text: bytes | bytearray) -> int:

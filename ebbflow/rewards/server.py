@@ -38,6 +38,7 @@ from ebbflow.rewards.protocol import (
     ScoreAnswer,
     ScoreRequest,
     describe_first_problem,
+    identify_image,
 )
 from ebbflow.rewards.server_limits import BodyReader, build_server_options
 
@@ -145,7 +146,8 @@ def _score_request(reward: Reward, asked: ScoreRequest) -> ScoreAnswer:
     except Exception as error:  # a reward can raise anything, and the next request may be scored
         logger.exception("scoring failed")
         raise HTTPException(500, f"{reward.name} failed: {type(error).__name__}: {error}") from None
-    return _build_answer(result)
+    ids = [identify_image(base64.b64decode(image)) for image in asked.images]
+    return _build_answer(result, ids)
 
 
 def _decode_images(texts: list[str]) -> np.ndarray:
@@ -235,12 +237,13 @@ def _build_prompt(index: int, message: PromptMessage) -> Prompt:
     )
 
 
-def _build_answer(result: RewardResult) -> ScoreAnswer:
+def _build_answer(result: RewardResult, ids: list[str]) -> ScoreAnswer:
     failed = np.flatnonzero(np.isnan(result.values)).tolist()
     return ScoreAnswer(
         scores=_nan_to_none(result.values),
         failures={index: result.failures[index] for index in failed if index in result.failures},
         metrics={column: _nan_to_none(values) for column, values in result.metrics.items()},
+        ids=ids,
     )
 
 

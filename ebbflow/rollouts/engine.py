@@ -14,6 +14,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, device_of
 from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.plugins import check_members, import_object
 from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.stage import StageContext
@@ -125,9 +126,9 @@ class Diffusers:
             )
         # As many at once as were denoised: a convolution may take another kernel for another batch
         # size, as on Intel CPUs.
-        starts = range(0, len(keys), self.micro_batch)
+        parts = split_into_equal_passes(len(keys), self.micro_batch)
         return rollouts, np.concatenate(
-            [model.decode_latents(rollouts.latents[i : i + self.micro_batch]) for i in starts]
+            [model.decode_latents(rollouts.latents[part]) for part in parts]
         )
 
     def close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbflow.flow.noise import SampleKeys, generate_initial_noise, generate_shared_noise
+from ebbflow.flow.noise import INITIAL, SampleKeys, generate_shared_noise
 from ebbflow.flow.sampler import Sampler, SolverHistory, remember_step
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import (
@@ -24,6 +26,7 @@ from ebbflow.flow.windows import Plan, count_samples_per_prediction, shorten_sch
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import Precision
+from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.samplers import STOCHASTIC_SAMPLERS
 from ebbflow.training.rollout_forward import RolloutVelocities
 
@@ -39,7 +42,7 @@ class Rollouts:
 
     Example:
         64 samples of latents [16, 64, 64] with 3 trained steps: ``latents`` is [64, 16, 64, 64],
-        ``trajectory.latents`` [64, 3, 16, 64, 64] and ``trajectory.log_probs`` [64, 3].
+        ``trajectory.states`` [64, 4, 16, 64, 64] and ``trajectory.log_probs`` [64, 3].
 
     Attributes:
         latents: the final ones, fp32 [N, ...].
@@ -52,17 +55,12 @@ class Rollouts:
     trajectory: Trajectory | None
     velocities: RolloutVelocities = ()
 
-    @property
-    def finite_samples(self) -> np.ndarray:
-        """Whether all of a sample's final latent is a number, bool [N]."""
-        return find_finite_rows(self.latents)
-
     def move_to(self, device: torch.device) -> Rollouts:
         """Return the same rollouts on a device; velocities stay where their graphs are."""
         trajectory = self.trajectory
         if trajectory is not None:
-            columns = {name: values.to(device) for name, values in vars(trajectory).items()}
-            trajectory = Trajectory(**columns)
+            columns = trajectory.list_columns().items()
+            trajectory = Trajectory(**{name: values.to(device) for name, values in columns})
         return Rollouts(self.latents.to(device), trajectory, self.velocities)
 
 
@@ -119,8 +117,9 @@ def generate_samples(
     With a plan, its stochastic steps follow the sampler, the trained ones among them are recorded,
     and all others are deterministic: Euler's, or after the last stochastic one the plan's tail.
     Without one, every step but the last follows the sampler (its noise would stay in the image) and
-    nothing is recorded. Micro-batches do not change a sample's noise; they can change the last bits
-    of the arithmetic. Samples of a micro-batch that are equal before a step are predicted once
+    nothing is recorded. The rows are split into micro-batches of equal size, at most
+    ``micro_batch``. These do not change a sample's noise; they can change the last bits of the
+    arithmetic. Samples of a micro-batch that are equal before a step are predicted once
     (``count_samples_per_prediction``).
 
     Args:
@@ -131,7 +130,7 @@ def generate_samples(
     Raises:
         ValueError: a plan for a deterministic sampler.
     """
-    if plan is not None and not sampler.is_stochastic:
+    if plan is not None and find_sampler(sampler.name).eta is None:
         raise ValueError(
             f"a step of the deterministic sampler {sampler.name!r} has no log-probability that a"
             f" plan could record; take one of {', '.join(STOCHASTIC_SAMPLERS)}, or leave the"
@@ -141,15 +140,13 @@ def generate_samples(
     sigmas = model.compute_sigmas(sampler.steps).to(conditioning.device)
     # Chosen once, for all micro-batches: they are the same for every sample.
     steps = _choose_solvers(sigmas, sampler, plan)
-    trained = plan.trained if plan else ()
     parts = []
-    for start in range(0, len(keys), micro_batch):
-        part = slice(start, start + micro_batch)
+    for part in split_into_equal_passes(len(keys), micro_batch):
         part_conditioning = conditioning.select_rows(part)
-        part_keys = keys.select_slice(part)
+        part_keys = keys.select_samples(part)
         parts.append(
             _denoise_micro_batch(
-                model, part_conditioning, part_keys, sampler, steps, trained, precision, with_graph
+                model, part_conditioning, part_keys, sampler, steps, plan, precision, with_graph
             )
         )
     return join_rollouts(parts)
@@ -161,12 +158,12 @@ def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     trajectories = [part.trajectory for part in parts if part.trajectory is not None]
     if not trajectories:
         return Rollouts(latents, None)
+    means = [part.means for part in trajectories if part.means is not None]
     # ``sigmas`` and ``steps`` have no row per sample, so those of the first part stand for all.
     trajectory = replace(
         trajectories[0],
-        latents=torch.cat([part.latents for part in trajectories]),
-        next_latents=torch.cat([part.next_latents for part in trajectories]),
-        means=torch.cat([part.means for part in trajectories]),
+        states=torch.cat([part.states for part in trajectories]),
+        means=torch.cat(means) if means else None,
         log_probs=torch.cat([part.log_probs for part in trajectories]),
     )
     velocities = tuple(chain.from_iterable(part.velocities for part in parts))
@@ -179,11 +176,13 @@ def _denoise_micro_batch(
     keys: SampleKeys,
     sampler: SamplerConfig,
     steps: DenoisingSteps,
-    trained: Sequence[int],
+    plan: Plan | None,
     precision: Precision,
     with_graph: bool,
 ) -> Rollouts:
     """Denoise the samples of one micro-batch from pure noise to images."""
+    trained = plan.trained if plan else ()
+    with_means = plan is not None and plan.with_means
     sigmas = steps.sigmas
     device = conditioning.device
     conditioning = conditioning.for_precision(precision)  # cast once for all steps
@@ -197,9 +196,13 @@ def _denoise_micro_batch(
         for count in set(samples_per_prediction)
     }
 
-    latents = generate_initial_noise(model.latent_shape, keys).to(device)  # [N, ...]
+    indices = [INITIAL, *(step + 1 for step in sorted(steps.stochastic))]
+    noises = _generate_noises(model.latent_shape, keys, indices)
+    latents = next(noises).to(device)  # [N, ...]
     history: SolverHistory | None = None
-    record = []
+    states: list[Tensor] = []
+    means: list[Tensor] = []
+    log_probs: list[Tensor] = []
     velocities: list[Tensor] = []
     for step, solver in enumerate(steps.solvers):
         distinct = distinct_rows[samples_per_prediction[step]]
@@ -216,11 +219,15 @@ def _denoise_micro_batch(
             continue
 
         transition = compute_transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
-        noise = generate_shared_noise(model.latent_shape, keys, step + 1).to(device)
-        next_latents = sample_next_latents(transition, noise)
+        next_latents = sample_next_latents(transition, next(noises).to(device))
         if step in trained:
-            log_prob = compute_log_prob(transition, next_latents)  # [N]
-            record.append((latents, next_latents, transition.mean, log_prob))
+            # The state before a step is that after the one before, if that was trained, too.
+            if step - 1 not in trained:
+                states.append(latents)
+            states.append(next_latents)
+            log_probs.append(compute_log_prob(transition, next_latents))  # [N]
+            if with_means:
+                means.append(transition.mean)
             if with_graph:
                 velocities.append(velocity)
         # A multistep solver that takes the steps after the window needs the ones before.
@@ -229,9 +236,29 @@ def _denoise_micro_batch(
 
     if not trained:
         return Rollouts(latents, None)
-    columns = [torch.stack(column, 1) for column in zip(*record, strict=True)]  # [N, W, ...]
-    trajectory = Trajectory(sigmas, torch.tensor(trained, device=device), *columns)
+    trajectory = Trajectory(
+        sigmas,
+        torch.tensor(trained, device=device),
+        torch.stack(states, 1),  # [N, K, ...]
+        torch.stack(log_probs, 1),  # [N, W]
+        torch.stack(means, 1) if means else None,  # [N, W, ...]
+    )
     return Rollouts(latents, trajectory, (tuple(velocities),) if with_graph else ())
+
+
+def _generate_noises(
+    shape: Sequence[int], keys: SampleKeys, indices: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield the noise of each of some step indices, float32 [N, *shape]; a thread generates the
+    next one meanwhile, so that the network does not wait for it.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        pending = deque([thread.submit(generate_shared_noise, shape, keys, indices[0])])
+        for following in indices[1:]:
+            pending.append(thread.submit(generate_shared_noise, shape, keys, following))
+            # The one after ``following`` waits until this one is taken: two are held at most.
+            yield pending.popleft().result()
+        yield pending.popleft().result()
 
 
 def _find_distinct_rows(keys: SampleKeys, conditioning: Conditioning, count: int) -> DistinctRows:
@@ -251,7 +278,7 @@ def _find_distinct_rows(keys: SampleKeys, conditioning: Conditioning, count: int
 def _choose_solvers(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -> DenoisingSteps:
     """Choose what takes each step, from the family's ``sigmas``, [steps + 1]."""
     chosen = find_sampler(sampler.name)
-    if not sampler.is_stochastic:
+    if chosen.eta is None:
         return DenoisingSteps(sigmas, [chosen] * sampler.steps, frozenset())
     # Without the last step, whose noise would stay in the image.
     stochastic = frozenset(plan.stochastic if plan else range(sampler.steps - 1))

@@ -1,32 +1,47 @@
-"""The gate in front of another rollout engine: the same noise must give the log-probs that the
-training policy has.
+"""The gate in front of another rollout engine: the same noise must give the denoising steps that
+the training policy would take.
 
 The engine generates a few samples and the policy replays them, step by step. All steps but the last
 are stochastic there and recorded, whatever window the stage trains on, and where its own sampler is
 deterministic Flow-SDE stands in for it: then algorithms that learn without trajectories are gated
 on the same numbers, of the same network at the same noise levels. Decoding is not compared.
 
-A LoRA whose second factors are still zero changes nothing, so a gate before the first update says
-little of how the engine takes weights; it can be asked again after it.
+Three numbers decide, because each of them is blind to what another one sees:
+
+- The shift of a step's mean in units of the step's noise, s. It is compared with the rounding error
+  of the policy itself: its velocity is predicted once more, for latents that are moved by less than
+  their last bit and in other micro-batches, so that no rounding stays the same. The divergence of
+  two steps is D s^2 / 2 nats for D elements, so a shift that costs less than
+  ``step_comparison.NEGLIGIBLE_DIVERGENCE`` passes as well.
+- The engine's log-probs, against its own shift. A log-prob is a mean over D elements, in which a
+  shift s cancels to s / sqrt(D): no difference of log-probs tells at D = 262,144 whether an engine
+  is right, but a difference that the shift does not explain is an error in the engine's arithmetic.
+- The share of the policy's weights that the engine shows: the component of the engine's step along
+  what training has changed so far, which is 1 for the policy and 0 for an engine that ignores its
+  adapters. Rounding has no direction, so over D elements and all steps a first update shows up far
+  below the rounding of bfloat16.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise
-from ebbflow.flow.sampler import Transition
 from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import compute_log_prob, compute_transition
 from ebbflow.flow.windows import Plan
-from ebbflow.models.base import Conditioning, predict
-from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.recipe.stages import StageConfig
+from ebbflow.models.base import Conditioning
+from ebbflow.recipe.choices import ParityConfig, SamplerConfig
+from ebbflow.recipe.model import Precision
+from ebbflow.rollouts.step_comparison import (
+    EFFECT_TOLERANCE,
+    MEASURABLE,
+    Source,
+    StepComparison,
+    compare_steps,
+)
 from ebbflow.training.policy import Policy
 
 SIGMAS_APART = 1e-6
-UNCLIPPED_BAR = 1e-3
 
 
 class ParityError(RuntimeError):
@@ -35,20 +50,13 @@ class ParityError(RuntimeError):
     """
 
 
-def compute_parity_bar(stage: StageConfig, dims: int) -> float:
-    """The stage's ``parity.bar`` for latents of ``dims`` elements; left out, how far off 1 its
-    ratio has a gradient.
-    """
-    return stage.parity.bar or stage.hyper_parameters.ratio_range(dims) or UNCLIPPED_BAR
-
-
 def plan_parity_samples(sampler: SamplerConfig) -> tuple[SamplerConfig, Plan]:
     """How the gate's samples are generated, for a stage's sampler."""
     every = tuple(range(sampler.steps - 1))
     stochastic = (
         sampler if sampler.is_stochastic else SamplerConfig(name="flow_sde", steps=sampler.steps)
     )
-    return stochastic, Plan(every, every)
+    return stochastic, Plan(every, every, with_means=True)
 
 
 @torch.no_grad()
@@ -58,72 +66,114 @@ def measure_parity(
     conditioning: Conditioning,
     keys: SampleKeys,
     sampler: SamplerConfig,
-    bar: float,
+    parity: ParityConfig,
+    generates: str = "current",
+    precision: Precision | None = None,
     micro_batch: int = 64,
 ) -> dict[str, float]:
-    """How far a trajectory, generated as ``plan_parity_samples`` says, is from the policy as it is
-    now.
+    """Measure how far a trajectory, generated as ``plan_parity_samples`` says, is from the policy.
 
-    ``parity/log_prob_max`` and ``_mean`` of |log-prob of the engine - log-prob of the policy|;
-    ``parity/worst_step``, where the largest is; and ``parity/mean_shift``, the largest root mean
-    square of (mu of the engine - mu of the policy) / b, which tells more: in a log-prob, a mean
-    over many elements, small shifts cancel.
+    Args:
+        generates: the copy of the policy whose weights the engine has.
+        precision: of the engine; default: the policy's own.
+
+    Returns:
+        ``parity/mean_shift``, the largest shift of a step's mean; ``parity/rounding_shift``, the
+        policy's own, and ``parity/worst_step``, both where the engine is closest to its limit;
+        ``parity/log_prob_max`` and ``_mean`` of |log-prob of the engine - log-prob of the policy|;
+        ``parity/weights_effect``, the share of what training has changed that the engine shows,
+        once it has changed enough to be seen.
 
     Raises:
-        ParityError: the noise, the schedule or the log-probs are others.
+        ParityError: the noise, the schedule, the steps, the log-probs or the weights are others.
     """
-    # Before the log-probs: with other noise they would differ, too, and the error would send the
+    # Before the steps: with other noise they would differ, too, and the error would send the
     # reader to the weights.
     _check_same_start(policy, trajectory, keys, sampler)
+    precision = precision or policy.model.precision
     steps = trajectory.steps.tolist()
-    deltas = []  # of each step, [N]
-    shifts = []  # of each step, [N]
-    for column, step in enumerate(steps):
-        move = _replay_step(policy, trajectory, conditioning, column, step, sampler, micro_batch)
-        # log p of the recorded move under the policy, less what the engine said of it.
-        deltas.append(
-            compute_log_prob(move, trajectory.next_latents[:, column])
-            - trajectory.log_probs[:, column]
-        )
-        # In units of the step's own noise, b: 1 would be a shift as large as the noise.
-        shifts.append(
-            ((trajectory.means[:, column] - move.mean) / move.std)
-            .flatten(1)
-            .square()
-            .mean(1)
-            .sqrt()
-        )
-    delta = torch.stack(deltas, 1).abs()
-    # ``argmax`` finds a NaN first, so a log-prob that is no number is the worst one.
-    sample, column = divmod(int(delta.argmax()), len(steps))
-    metrics = {
-        "parity/log_prob_max": delta[sample, column].item(),
-        "parity/log_prob_mean": delta.mean().item(),
-        "parity/worst_step": float(steps[column]),
-        "parity/mean_shift": torch.stack(shifts, 1).max().item(),
-    }
-    # Not ``> bar``, which a NaN would pass.
-    if not metrics["parity/log_prob_max"] <= bar:
-        where = (
-            f"denoising step {steps[column]}, prompt {keys.prompt_ids[sample]}, sample"
-            f" {keys.samples[sample]}"
-        )
-        raise ParityError(
-            _describe_mismatch(metrics, where, f"{len(keys)} samples at {len(steps)} steps", bar)
-        )
+    comparison = compare_steps(
+        policy,
+        trajectory,
+        sampler,
+        Source(generates, conditioning),
+        Source("reference", conditioning),
+        precision,
+        micro_batch,
+        parity.max_shift,
+    )
+    metrics = _summarize(comparison, steps)
+    _require_parity(comparison, metrics, steps, keys)
     return metrics
 
 
-def _describe_mismatch(metrics: dict[str, float], where: str, extent: str, bar: float) -> str:
-    return (
-        "the engine's log-probs are not those of the training policy on the same noise: they"
-        f" differ by up to {metrics['parity/log_prob_max']:.2e} ({where}), by"
-        f" {metrics['parity/log_prob_mean']:.2e} on average over {extent}, and parity.bar is"
-        f" {bar:.2e}; the means of its steps differ by up to {metrics['parity/mean_shift']:.2e} of"
-        " their standard deviation. Check that it was given the policy's weights, and"
-        " rollout_precision; raise parity.bar where the stage's correction is to make up for it;"
-        " or set engine: diffusers"
-    )
+def _summarize(comparison: StepComparison, steps: list[int]) -> dict[str, float]:
+    shifts = torch.stack(comparison.shifts, 1)  # [N, steps]
+    errors = torch.stack(comparison.log_prob_errors, 1)
+    relative = shifts / torch.tensor(comparison.limits).to(shifts)
+    # ``argmax`` finds a NaN first, so a mean that is no number is the worst one.
+    worst = int(relative.argmax()) % len(steps)
+    metrics = {
+        "parity/mean_shift": shifts.max().item(),
+        "parity/rounding_shift": comparison.roundings[worst],
+        "parity/worst_step": float(steps[worst]),
+        "parity/log_prob_max": errors.max().item(),
+        "parity/log_prob_mean": errors.mean().item(),
+    }
+    if comparison.effect.uncertainty() < MEASURABLE:
+        metrics["parity/weights_effect"] = comparison.effect.share()
+    return metrics
+
+
+def _require_parity(
+    comparison: StepComparison, metrics: dict[str, float], steps: list[int], keys: SampleKeys
+) -> None:
+    """Refuse an engine whose steps, log-probs or weights are not the policy's.
+
+    Raises:
+        ParityError: they are not.
+    """
+    extent = f"over {len(keys)} samples at {len(steps)} steps"
+    effect = metrics.get("parity/weights_effect")
+    # First: it names the cause of what the other numbers show.
+    tolerance = max(EFFECT_TOLERANCE, comparison.effect.uncertainty())
+    if effect is not None and not abs(effect - 1) <= tolerance:
+        raise ParityError(
+            f"the engine shows {effect:.2f} of what training has changed in the policy (1 is all of"
+            f" it, 0 none; up to {tolerance:.2f} off 1 is rounding), {extent}: it generates with"
+            " other weights. Check that it has applied the adapters to every layer and with their"
+            " alpha, or that it has loaded the weights of this step; or set engine: diffusers"
+        )
+    shifts = torch.stack(comparison.shifts, 1)
+    limits = torch.tensor(comparison.limits).to(shifts)
+    # Not ``>``, which a NaN would pass.
+    if not bool((shifts <= limits).all()):
+        sample, column = divmod(int((shifts / limits).argmax()), len(steps))
+        raise ParityError(
+            "the engine's denoising steps are not those of the training policy on the same noise:"
+            f" their means differ by {shifts[sample, column].item():.2e} standard deviations"
+            f" ({_name_place(keys, sample, steps[column])}), {extent}, and"
+            f" {comparison.limits[column]:.2e} would pass; the policy's own rounding moves them by"
+            f" {comparison.roundings[column]:.2e}. Check that the engine was given the policy's"
+            " weights, and rollout_precision; set parity.max_shift to accept a rougher engine; or"
+            " set engine: diffusers"
+        )
+    errors = torch.stack(comparison.log_prob_errors, 1)
+    error_limits = torch.stack(comparison.log_prob_limits, 1)
+    if not bool((errors <= error_limits).all()):
+        sample, column = divmod(int((errors / error_limits).argmax()), len(steps))
+        raise ParityError(
+            "the engine's log-probs are not those of its own denoising steps: they differ from the"
+            f" training policy's by {errors[sample, column].item():.2e}"
+            f" ({_name_place(keys, sample, steps[column])}), {extent}, and the difference of the"
+            f" steps explains {error_limits[sample, column].item():.2e}. Compute them in float32,"
+            " as a mean over the latent's elements (ebbflow.flow.transition.compute_log_prob); or"
+            " set engine: diffusers"
+        )
+
+
+def _name_place(keys: SampleKeys, sample: int, step: int) -> str:
+    return f"denoising step {step}, prompt {keys.prompt_ids[sample]}, sample {keys.samples[sample]}"
 
 
 def _check_same_start(
@@ -139,34 +189,9 @@ def _check_same_start(
             f" along {sigmas.tolist()}"
         )
     start = generate_initial_noise(policy.model.latent_shape, keys)
-    if not torch.equal(trajectory.latents[:, 0].cpu(), start):
+    if not torch.equal(trajectory.states[:, 0].cpu(), start):
         raise ParityError(
             f"the engine starts from other noise than {len(keys)} samples of seed {keys.seed} have:"
             " their bytes differ. Its environment and the trainer's must have the same version of"
             " Ebbflow"
         )
-
-
-def _replay_step(
-    policy: Policy,
-    trajectory: Trajectory,
-    conditioning: Conditioning,
-    column: int,
-    step: int,
-    sampler: SamplerConfig,
-    micro_batch: int,
-) -> Transition:
-    """A recorded step under the policy."""
-    latents = trajectory.latents[:, column]
-    sigma = trajectory.sigmas[step]
-    # In micro-batches like the engine's, because their size can change the last bits.
-    velocity: list[Tensor] = []
-    for start in range(0, len(latents), micro_batch):
-        part = slice(start, start + micro_batch)
-        rows = latents[part]
-        velocity.append(
-            predict(policy.model, rows, sigma.expand(len(rows)), conditioning.select_rows(part))
-        )
-    return compute_transition(
-        sampler.name, latents, torch.cat(velocity), trajectory.sigmas, step, sampler.eta
-    )

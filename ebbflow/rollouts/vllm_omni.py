@@ -9,6 +9,7 @@ that runs there is ``ebbflow.rollouts.generate`` too. What can still differ is t
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import socket
@@ -27,8 +28,14 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.rollouts.generate import Rollouts, join_rollouts
-from ebbflow.rollouts.weights import compute_checksum, split_into_buckets
+from ebbflow.rollouts.weights import (
+    AdaptersSize,
+    compute_checksum,
+    measure_adapters,
+    split_into_buckets,
+)
 from ebbflow.rollouts.wire import (
     Header,
     Task,
@@ -42,6 +49,9 @@ from ebbflow.stage import StageContext
 logger = logging.getLogger(__name__)
 VARIABLE = "EBBFLOW_VLLM_OMNI_PYTHON"
 PYTHON = "/opt/vllm-omni/bin/python"
+SOURCE_TREE = Path(__file__).parents[2]
+ENGINE_SIDE = SOURCE_TREE / "containers" / "vllm_omni"
+"""In a clone, an image or an upload of sources; an installed package has none."""
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 """The base model is a folder, no telemetry says what is generated, and a line per request would
 fill the disk.
@@ -51,6 +61,12 @@ GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCA
 LOG_TAIL = 4000
 """Characters of the engine's log that an error shows."""
 SECONDS_TO_END = 10
+SOCKET_BYTES = 2**23
+"""Sent before the other side has to read: with the usual fifth of a megabyte both processes take
+turns thousands of times in a message.
+"""
+ADAPTER_ROUNDING = 0.01
+"""Of the norm of adapters that the engine holds in 16 bits."""
 MEMORY = Path("/dev/shm")
 
 
@@ -87,7 +103,11 @@ class VllmOmni:
         # The engine's process does not read the recipe: it gets what changes its arithmetic, and no
         # more.
         process = {"threads": recipe.threads, "deterministic": recipe.deterministic}
-        self._call_engine("open", {"base": str(base.absolute()), "model": model, **process})
+        answer, _ = self._call_engine(
+            "open", {"base": str(base.absolute()), "model": model, **process}
+        )
+        versions: dict[str, str] = answer.get("versions", {})
+        self.versions = {f"engine's {name}": value for name, value in versions.items()}
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """As ``Engine.load``: LoRA into memory beside the base model, full weights over it.
@@ -99,9 +119,10 @@ class VllmOmni:
             # An adapter is small and goes in one file; full weights go in buckets, so that the file
             # that hands them over never holds the whole model a second time.
             if self.policy.train == "lora":
-                self._push_weights(
+                answer = self._push_weights(
                     "load_lora", weights, {"rank": self.policy.rank, "alpha": self.policy.alpha}
                 )
+                self._require_all_layers(weights, answer)
                 return
             buckets = list(split_into_buckets(weights))
             for number, bucket in enumerate(buckets, 1):
@@ -126,9 +147,8 @@ class VllmOmni:
         parts: list[Rollouts] = []
         images: list[np.ndarray] = []
         # Micro-batches as the reference splits them: their size can change the last bits.
-        for start in range(0, len(keys), self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
-            task = Task(conditioning.select_rows(rows), keys.select_slice(rows), sampler, plan)
+        for rows in split_into_equal_passes(len(keys), self.micro_batch):
+            task = Task(conditioning.select_rows(rows), keys.select_samples(rows), sampler, plan)
             _, tensors = self._call_engine("generate", *task.pack_message())
             part, part_images = unpack_rollouts(tensors)
             parts.append(part)
@@ -140,8 +160,31 @@ class VllmOmni:
         """End the engine's process; it has ended when this returns."""
         self._end()
 
-    def _push_weights(self, call: str, weights: Mapping[str, Tensor], header: Header) -> None:
-        """Hand weights over in a file, and check what was read."""
+    def _require_all_layers(self, weights: Mapping[str, Tensor], answer: Header) -> None:
+        """Check that the engine's layers add what the policy's adapters do.
+
+        Raises:
+            EngineError: it has adapted other layers, or with another scale.
+        """
+        pairs = [
+            (values, weights[name.replace("lora_A", "lora_B")])
+            for name, values in weights.items()
+            if "lora_A" in name
+        ]
+        sent = measure_adapters(pairs, self.policy.adapter_scale)
+        applied = AdaptersSize(answer["layers"], answer["norm"])
+        if applied.layers != sent.layers or not math.isclose(
+            applied.norm, sent.norm, rel_tol=ADAPTER_ROUNDING, abs_tol=1e-12
+        ):
+            raise EngineError(
+                f"load_lora: the engine adapts {applied.layers} layers by a product of norm"
+                f" {applied.norm:.4g}, the policy {sent.layers} by one of {sent.norm:.4g}: it would"
+                " generate with other weights. Compare the names of its layers with"
+                " policy.layers, and its scale with policy.alpha; or set engine: diffusers"
+            )
+
+    def _push_weights(self, call: str, weights: Mapping[str, Tensor], header: Header) -> Header:
+        """Hand weights over in a file, and check what was read; return the engine's answer."""
         with tempfile.NamedTemporaryFile(
             dir=_choose_exchange_folder(weights), suffix=".safetensors"
         ) as file:
@@ -156,6 +199,7 @@ class VllmOmni:
                 f" policy have {sent[:12]}; nothing is generated with them. Look at what else"
                 f" writes to {_choose_exchange_folder(weights)}, and at the machine's memory"
             )
+        return answer
 
     def _call_engine(
         self, call: str, header: Header, tensors: Tensors | None = None
@@ -205,12 +249,19 @@ def _start_process(python: str, log: IO[bytes]) -> tuple[socket.socket, subproce
     """The engine's process and the connection to it."""
     # A pair without an address: no other process can connect, and no port can be taken.
     ours, theirs = socket.socketpair()
+    for side in (ours, theirs):
+        side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
     with theirs:
         end = theirs.fileno()
         command = [python, "-m", "ebbflow_vllm_omni", str(end), str(os.getpid())]
         environment = QUIET | {
             name: value for name, value in os.environ.items() if name not in GROUP
         }
+        # Sources that were uploaded come before those in the engine's environment, and after what
+        # a user put there.
+        if ENGINE_SIDE.is_dir():
+            paths = [environment.get("PYTHONPATH", ""), str(SOURCE_TREE), str(ENGINE_SIDE)]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         logger.info("starting the process of vLLM-Omni, which takes a minute")
         process = subprocess.Popen(
             command,

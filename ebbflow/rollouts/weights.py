@@ -5,10 +5,11 @@ arrival.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,37 @@ class WeightsVersion:
                 " and the network of the worker's machine"
             )
         return received
+
+
+class AdaptersSize(NamedTuple):
+    """What adapters add to the weights of a network.
+
+    Attributes:
+        layers: that are adapted.
+        norm: Frobenius norm of all products together, with their scale.
+    """
+
+    layers: int
+    norm: float
+
+
+def measure_adapters(pairs: Iterable[tuple[Tensor, Tensor]], scale: float = 1.0) -> AdaptersSize:
+    """Measure adapters without computing their products.
+
+    Args:
+        pairs: the factors A [rank, inputs] and B [outputs, rank] of each layer.
+        scale: of every product.
+    """
+    layers = 0
+    energy = 0.0
+    for first, second in pairs:
+        layers += 1
+        # |B A|^2 is the trace of A A^T B^T B, of which each factor is [rank, rank].
+        first_gram = first.detach().double() @ first.detach().double().T
+        second_gram = second.detach().double().T @ second.detach().double()
+        energy += (first_gram * second_gram).sum().item()
+    # Rounding can leave a product of zero slightly below it.
+    return AdaptersSize(layers, scale * math.sqrt(max(0.0, energy)))
 
 
 def split_into_buckets(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[Tensors]:

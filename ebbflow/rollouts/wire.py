@@ -1,7 +1,9 @@
-"""The requests and answers of a rollout engine in a process of its own: a JSON header and tensors
-as safetensors, nothing else.
+"""The requests and answers of a rollout engine in a process of its own: a JSON header and the
+bytes of tensors, nothing else.
 
-A message is two lengths of eight bytes (little-endian), the header and the tensors. Both processes
+A message is the length of the header in eight bytes (little-endian), the header, and the elements
+of each tensor that it names, one after another. Tensors are sent from where they lie and received
+where they stay: at video sizes every further copy would take as long as the socket. Both processes
 import this module, so it needs no more than ``ebbflow.rollouts.generate`` does.
 """
 
@@ -17,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from ebbflow.flow.noise import SampleKeys
@@ -27,7 +28,23 @@ from ebbflow.models.base import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import Rollouts
 
-LENGTHS = struct.Struct("<QQ")
+LENGTH = struct.Struct("<Q")
+TENSORS = "tensors"
+"""Key of the header: [name, type, shape] of each tensor that follows it."""
+TYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    )
+}
+"""Types of tensors by the name that a header has for them."""
 CPU = torch.device("cpu")
 
 Header = dict[str, Any]
@@ -36,15 +53,20 @@ Answer = Callable[[Header, Tensors], tuple[Header, Tensors]]
 
 
 def send_message(connection: socket.socket, header: Header, tensors: Tensors | None = None) -> None:
-    """Send a message; tensors come from any device."""
-    # JSON and safetensors, no pickle: the environments have different versions of Python packages,
-    # and reading a message must not run code.
-    head = json.dumps(header).encode()
-    body = save(
-        {name: values.detach().to(CPU).contiguous() for name, values in (tensors or {}).items()}
-    )
-    connection.sendall(LENGTHS.pack(len(head), len(body)) + head)
-    connection.sendall(body)
+    """Send a message; tensors come from any device.
+
+    Raises:
+        KeyError: a tensor has a type that is not in ``TYPES``.
+    """
+    # JSON and plain elements, no pickle: the environments have different versions of Python
+    # packages, and reading a message must not run code.
+    plain = {name: values.detach().to(CPU).contiguous() for name, values in (tensors or {}).items()}
+    names = {dtype: name for name, dtype in TYPES.items()}
+    layout = [[name, names[values.dtype], list(values.shape)] for name, values in plain.items()]
+    head = json.dumps(header | {TENSORS: layout}).encode()
+    connection.sendall(LENGTH.pack(len(head)) + head)
+    for values in plain.values():
+        connection.sendall(_view_bytes(values))
 
 
 def receive_message(connection: socket.socket) -> tuple[Header, dict[str, Tensor]]:
@@ -53,20 +75,33 @@ def receive_message(connection: socket.socket) -> tuple[Header, dict[str, Tensor
     Raises:
         EOFError: the other side is gone.
     """
-    head, body = LENGTHS.unpack(_read_bytes(connection, LENGTHS.size))
-    return json.loads(_read_bytes(connection, head)), load(bytes(_read_bytes(connection, body)))
+    length = bytearray(LENGTH.size)
+    _fill_bytes(connection, memoryview(length))
+    head = bytearray(LENGTH.unpack(length)[0])
+    _fill_bytes(connection, memoryview(head))
+    header = json.loads(head)
+    tensors = {}
+    for name, dtype, shape in header.pop(TENSORS):
+        values = torch.empty(shape, dtype=TYPES[dtype])
+        _fill_bytes(connection, _view_bytes(values))
+        tensors[name] = values
+    return header, tensors
 
 
-def _read_bytes(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    rest = memoryview(data)
+def _view_bytes(values: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    # NumPy has no bfloat16, so torch views the elements as bytes.
+    return values.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _fill_bytes(connection: socket.socket, rest: memoryview) -> None:
+    """Receive as many bytes as a piece of memory has."""
     while rest:
         # A socket gives what has arrived so far, and nothing at all once the other side is gone.
         count = connection.recv_into(rest)
         if not count:
             raise EOFError("the other side has closed the connection")
         rest = rest[count:]
-    return data
 
 
 def serve_calls(connection: socket.socket, calls: Mapping[str, Answer]) -> None:
@@ -117,7 +152,9 @@ class Task:
     def unpack_message(header: Header, tensors: Tensors) -> Task:
         plan = header["plan"]
         if plan is not None:
-            plan = Plan(tuple(plan["stochastic"]), tuple(plan["trained"]), plan["tail"])
+            plan = Plan(
+                tuple(plan["stochastic"]), tuple(plan["trained"]), plan["tail"], plan["with_means"]
+            )
         # Backwards: a conditioning holds its negative one, which must exist before it.
         conditioning: Conditioning | None = None
         for side, guidance in reversed(list(enumerate(header["guidance"]))):
@@ -146,7 +183,7 @@ def _list_guidance_sides(conditioning: Conditioning) -> list[Conditioning]:
 
 def pack_rollouts(rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:
     """What an engine has generated, as tensors."""
-    trajectory = vars(rollouts.trajectory) if rollouts.trajectory else {}
+    trajectory = rollouts.trajectory.list_columns() if rollouts.trajectory else {}
     return {"images": torch.from_numpy(images), "final latents": rollouts.latents, **trajectory}
 
 

@@ -18,6 +18,7 @@ How
     - ``locks``: one process per folder, by ``flock``.
     - ``identity``: sha256 of the code and of the inputs that a recipe names, to tell whether either
       changed.
+    - ``sources``: whether a pod runs the sources that were submitted.
 
 Gotchas
     - A folder without a COMMIT that matches does not exist for readers: open it with

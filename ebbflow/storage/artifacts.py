@@ -29,6 +29,8 @@ from ebbflow.storage.locks import try_lock, wait_for_lock
 
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
+EXPORT = "export"
+"""Kind of the folders that ``ebbflow export`` writes, and may replace."""
 MAX_LISTED = 5
 CLOCK_TICK = 2 * 10**9
 """Nanoseconds within which two changes of a file may get the same time: so young a folder is read
@@ -50,7 +52,9 @@ class ArtifactError(Exception):
 
 
 @contextmanager
-def write_new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
+def write_new_folder(
+    folder: Path, overwrite: bool = True, kind: str | None = None
+) -> Iterator[Path]:
     """Yield an empty folder to write into; when the block ends it is committed and replaces
     ``folder``.
 
@@ -59,18 +63,21 @@ def write_new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
 
     Args:
         overwrite: see ``check_replaceable``.
+        kind: what the folder is, for its manifest, where a command replaces folders of this kind
+            alone.
 
     Raises:
         ArtifactError: ``folder`` holds what may not be replaced, now or when the block ends.
         DiskFullError: no space was left.
     """
-    check_replaceable(folder, overwrite)
+    check_replaceable(folder, overwrite, kind)
 
     def publish_folder(partial: Path, target: Path) -> None:
-        commit_folder(partial)
+        commit_folder(partial, kind)
         # Checked a second time, since the block may take hours: somebody may have put files there.
-        check_replaceable(folder, overwrite)
-        _replace_folder(partial, target)
+        contents = _list_contents(target)
+        check_replaceable(folder, overwrite, kind)
+        _replace_folder(partial, target, contents)
 
     # A rename onto a link would replace the link itself, not the folder that it names.
     target = folder.resolve() if folder.is_symlink() else folder
@@ -78,9 +85,9 @@ def write_new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
         yield partial
 
 
-def check_replaceable(folder: Path, overwrite: bool = True) -> None:
+def check_replaceable(folder: Path, overwrite: bool = True, kind: str | None = None) -> None:
     """Check that writing ``folder`` deletes nothing of a user: it is new, empty or, to
-    ``overwrite``, exactly what was committed.
+    ``overwrite``, exactly what was committed, of the same kind.
 
     Raises:
         ArtifactError: it holds something else.
@@ -95,10 +102,37 @@ def check_replaceable(folder: Path, overwrite: bool = True) -> None:
         verify_folder(folder)
     except ArtifactError as error:
         raise ArtifactError(f"{error}. Nothing was deleted; name a new or empty folder") from None
+    existing_kind = _read_kind(folder)
+    if existing_kind != kind:
+        raise ArtifactError(
+            f"{folder} holds {_name_kind(existing_kind)}, not {_name_kind(kind)}. Nothing was"
+            " deleted; name a new or empty folder"
+        )
 
 
-def _replace_folder(new: Path, folder: Path) -> None:
-    """A rename cannot replace a folder that is not empty, so the old one steps aside until the new
+def _name_kind(kind: str | None) -> str:
+    return f"an {kind}" if kind == EXPORT else "an artifact of a run"
+
+
+def _list_contents(folder: Path) -> list[tuple[str, int, int, int]]:
+    """List (name, inode, size, time of change) of everything in a folder; size and time of files
+    alone.
+    """
+    contents = []
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            contents.append((name, status.st_ino, 0, 0))
+        else:
+            contents.append((name, status.st_ino, status.st_size, status.st_ctime_ns))
+    return sorted(contents)
+
+
+def _replace_folder(new: Path, folder: Path, contents: list[tuple[str, int, int, int]]) -> None:
+    """Put a new folder in the place of one whose contents may be deleted.
+
+    A rename cannot replace a folder that is not empty, so the old one steps aside until the new
     one is in place.
     """
     old = new.with_name(f"{new.name}-old")
@@ -107,8 +141,14 @@ def _replace_folder(new: Path, folder: Path) -> None:
     else:
         folder.rename(old)
         try:
+            # Under its new name no program finds it, so that what was saved until now is all.
+            if _list_contents(old) != contents:
+                raise ArtifactError(
+                    f"{folder} changed while it was replaced. Nothing was deleted; name a new or"
+                    " empty folder"
+                )
             new.rename(folder)
-        except OSError:
+        except (OSError, ArtifactError):
             old.rename(folder)
             raise
         remove_path(old)
@@ -116,11 +156,11 @@ def _replace_folder(new: Path, folder: Path) -> None:
     sync_path(folder.parent)
 
 
-def commit_folder(folder: Path) -> None:
+def commit_folder(folder: Path, kind: str | None = None) -> None:
     """Write the manifest of everything in ``folder``, then its COMMIT, each after what it describes
     has reached the disk.
     """
-    (folder / MANIFEST).write_text(_build_manifest(folder))
+    (folder / MANIFEST).write_text(_build_manifest(folder, kind))
     # Everything that COMMIT vouches for is on the disk before COMMIT exists: file systems write in
     # any order, and a power loss in between must not leave a COMMIT beside empty files.
     for path in folder.rglob("*"):
@@ -131,8 +171,17 @@ def commit_folder(folder: Path) -> None:
     sync_path(folder)
 
 
-def _build_manifest(folder: Path) -> str:
-    return json.dumps({"files": _describe_files(folder)}, indent=2, sort_keys=True)
+def _build_manifest(folder: Path, kind: str | None = None) -> str:
+    manifest: dict[str, Any] = {"files": _describe_files(folder)}
+    if kind:
+        manifest["kind"] = kind
+    return json.dumps(manifest, indent=2, sort_keys=True)
+
+
+def _read_kind(folder: Path) -> str | None:
+    """Read what a verified folder says that it is; None for the artifacts of a run."""
+    kind = json.loads((folder / MANIFEST).read_bytes()).get("kind")
+    return kind if isinstance(kind, str) else None
 
 
 def verify_folder(folder: Path) -> str:
@@ -253,7 +302,7 @@ def _verify_contents(folder: Path) -> str:
         raise ArtifactError(
             f"{folder / MANIFEST} does not match its COMMIT: the folder is damaged; make it again"
         )
-    expected_files = _read_manifest(folder / MANIFEST)
+    expected_files = read_manifest(folder)
     files = _describe_files(folder)
     if expected_files != files:
         changed_names = sorted(
@@ -268,7 +317,13 @@ def _verify_contents(folder: Path) -> str:
     return digest
 
 
-def _read_manifest(manifest: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read what the manifest of a folder says of each file: ``bytes`` and ``sha256``, by name.
+
+    Raises:
+        ArtifactError: it is no manifest.
+    """
+    manifest = folder / MANIFEST
     # The manifest may have been written by hand or by an attacker: RecursionError is that of JSON
     # which is nested a thousand deep.
     try:

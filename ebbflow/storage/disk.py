@@ -36,11 +36,20 @@ class PathError(ValueError):
     """A name that would lead out of its folder, or a folder that is open to others: names them."""
 
 
+def replace_durably(partial: Path, path: Path) -> None:
+    """Move a file to ``path``, so that a power loss leaves the old or the new one, whole: without
+    the wait, file systems may keep the new name of a file of length 0.
+    """
+    sync_path(partial)
+    partial.replace(path)
+    sync_path(path.parent)
+
+
 @contextmanager
 def atomic_write(
     path: Path,
     create: Callable[[Path], object] = Path.touch,
-    publish: Callable[[Path, Path], object] = Path.replace,
+    publish: Callable[[Path, Path], object] = replace_durably,
 ) -> Iterator[Path]:
     """Yield an empty file beside ``path`` to write into; when the block ends it becomes ``path``.
 
@@ -72,7 +81,9 @@ def atomic_write(
 
 
 def _path_of_partial(path: Path, process: int) -> Path:
-    return path.with_name(f".{path.name}.partial-{process}")
+    # What is stale is removed by its name, which a user's own file must not have by chance.
+    checksum = hashlib.sha256(f"ebbflow {path.name} {process}".encode()).hexdigest()[:8]
+    return path.with_name(f".{path.name}.partial-{process}-{checksum}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -90,6 +101,11 @@ def remove_stale_partials(path: Path) -> None:
     the disk.
     """
     for partial in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
+        match = re.fullmatch(r".*\.partial-(\d+)-\w{8}(-old)?", partial.name, re.DOTALL)
+        if not match or partial.name.removesuffix("-old") != (
+            _path_of_partial(path, int(match[1])).name
+        ):
+            continue
         # OSError: another process removed it first.
         with suppress(OSError), try_lock(partial) as is_abandoned:
             if is_abandoned:

@@ -16,10 +16,11 @@ from typing import Any
 
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.paths import PATH_KEYS, PATH_MAPPINGS, resolve_local_path
-from ebbflow.storage.artifacts import COMMIT
+from ebbflow.storage.artifacts import COMMIT, digest_of_folder
 from ebbflow.storage.disk import sha256_of_file
 
-SOURCE_SUFFIXES = {".py", ".html"}
+SOURCE_SUFFIXES = {".py", ".html", ".txt"}
+"""Of code, of pages, and of the prompts of rewards that ask a model."""
 IMPORT_PATH = re.compile(r"[\w.]+:\w+")
 """``package.module:name``."""
 
@@ -38,7 +39,7 @@ def list_code(*roots: Path) -> str:
     for each root, and ``versions``.
     """
     return json.dumps(
-        {"sources": [_list_sources(root) for root in roots], "versions": _list_versions()},
+        {"sources": [list_sources(root) for root in roots], "versions": _list_versions()},
         sort_keys=True,
     )
 
@@ -57,14 +58,18 @@ def compute_inputs_digest(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(states, sort_keys=True).encode()).hexdigest()
 
 
-def _list_sources(root: Path) -> list[list[str]]:
-    """[path below the root, sha256] of every source."""
+def list_sources(root: Path) -> list[list[str]]:
+    """List [path below the root, sha256] of every source."""
     if root.is_file():
         return [[root.name, sha256_of_file(root)]]
     # Sorted, and by paths below the root: the digest must not depend on the order in which a file
-    # system lists its files, nor on where the package is installed.
+    # system lists its files, nor on where the package is installed. The shipped prompts are inputs,
+    # and lie below the package where it is installed, beside it in a clone.
+    prompts = set(root.glob("datasets/*/*.txt"))
     sources = sorted(
-        (path.relative_to(root), path) for path in root.rglob("*") if path.suffix in SOURCE_SUFFIXES
+        (path.relative_to(root), path)
+        for path in root.rglob("*")
+        if path.suffix in SOURCE_SUFFIXES and path not in prompts
     )
     return [[str(name), sha256_of_file(path)] for name, path in sources]
 
@@ -104,6 +109,39 @@ def _iterate_local_names(value: Any, parent: str = "") -> Iterator[tuple[str, st
             yield from _iterate_local_names(item, key)
 
 
+def digest_named_weights(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Digest the files and folders on this machine, and name the commits of repositories, that
+    parts of a resolved recipe name, such as the weights of its rewards.
+
+    Example:
+        ``{"pickscore": {"weights": {"path": "yuvalkirstain/PickScore_v1", "revision": "a4e4..."},
+        "tokenizer": {"path": "/models/clip"}}}`` gives ``{"pickscore.weights":
+        "yuvalkirstain/PickScore_v1@a4e4...", "pickscore.tokenizer.path": "3f9a..."}``.
+
+    Args:
+        configs: parts of a resolved recipe, by name.
+    """
+    digests = dict(_iterate_commits(configs))
+    for key, name in _iterate_local_names(configs):
+        path = resolve_local_path(name)
+        if os.path.isfile(path):
+            digests[key] = sha256_of_file(Path(path))
+        elif os.path.isdir(path):
+            # The contents, however large: the same names and sizes may be other weights.
+            digests[key] = digest_of_folder(Path(path))
+    return dict(sorted(digests.items()))
+
+
+def _iterate_commits(value: Any, parent: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, repository@commit) of every repository that a resolved recipe names."""
+    if not isinstance(value, Mapping):
+        return
+    if value.get("path") and value.get("revision"):
+        yield parent, f"{value['path']}@{value['revision']}"
+    for name, item in value.items():
+        yield from _iterate_commits(item, f"{parent}.{name}" if parent else str(name))
+
+
 def describe_state(name: str) -> Any:
     """What ``compute_inputs_digest`` compares of a file, a folder or ``package.module:name``; None
     where there is none of this name.
@@ -118,7 +156,7 @@ def describe_state(name: str) -> Any:
         return None
     # The whole package counts, not the module alone: the module imports from the others.
     roots = find_package_roots(name.partition(":")[0])
-    return [source for root in roots for source in _list_sources(root)] if roots else None
+    return [source for root in roots for source in list_sources(root)] if roots else None
 
 
 def _describe_folder(folder: Path) -> Any:

@@ -17,6 +17,7 @@ How
       them; ``delivery`` writes each kind so that a repetition changes nothing. What is pending when
       a node ends is saved in the run's folder, and delivered by the next attempt or at the end of
       the run (``outage``).
+    - ``reconcile``: the status of runs that were killed, aborted or failed outside of this code.
     - ``curves``: what the parent shows of all stages, by the training steps of the run; ``sinks``:
       where the curves go besides MLflow, a file each; ``node_sinks``: those of a node.
     - ``system_metrics``: the load of a node's machine. ``ui``: MLflow's UI, opened at the runs.
@@ -47,6 +48,7 @@ Gotchas
       for its duplicate afterwards.
     - A server without its database answers 400, as it does to records that it will never take.
       ``sender`` tells them apart.
-    - Resuming a run turns FAILED into RUNNING; a killed process leaves RUNNING behind.
+    - Resuming a run turns FAILED into RUNNING; a killed process leaves RUNNING behind, until
+      ``reconcile`` finds it.
     - Parameters are immutable, and an NaN metric is accepted without a word.
 """

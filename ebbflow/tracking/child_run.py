@@ -23,7 +23,9 @@ from mlflow.entities import Metric
 from PIL import Image
 
 from ebbflow.data.records import TrackedRun
+from ebbflow.metrics_server import record_values
 from ebbflow.recipe.secrets import redact_secrets
+from ebbflow.resume import InterruptedAttempt, how_to_resume, take_sigterm
 from ebbflow.storage.disk import safe_join
 from ebbflow.tracking import pending as pending_files
 from ebbflow.tracking.curves import build_stage_curves
@@ -45,8 +47,9 @@ def open_node_run(
 ) -> Iterator[RunLogger]:
     """Open the child run of a node, with what an earlier attempt could not deliver.
 
-    It ends FINISHED when the body ends and FAILED when the body raises. A killed process leaves it
-    RUNNING; the retry resumes it.
+    It ends FINISHED when the body ends, KILLED when the body was interrupted from outside, and
+    FAILED when the body raises anything else. A killed process leaves it RUNNING; the retry resumes
+    it.
 
     Example:
         ::
@@ -61,6 +64,10 @@ def open_node_run(
         first_step: of a training stage, the training steps of the run before it: its metrics become
             curves of the parent run.
     """
+    # In one process all nodes of a run follow each other, and the last stage may have ended by
+    # itself before it could obey.
+    if take_sigterm():
+        raise InterruptedAttempt(f"SIGTERM came before {node} began; {how_to_resume()}")
     run_logger = RunLogger(tracked, node, first_step)
     start = time.monotonic()
     logger.info("%s started", node)
@@ -68,6 +75,9 @@ def open_node_run(
     try:
         with log_system_metrics(tracked, run_logger.run_id):
             yield run_logger
+    except InterruptedAttempt:
+        run_logger.close("KILLED")
+        raise
     # BaseException, as Ctrl-C and sys.exit also end this attempt, and the run has to show it
     except BaseException:
         run_logger.close("FAILED")
@@ -116,6 +126,7 @@ class RunLogger:
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         """Log one value per metric for an absolute step; delivered in batches."""
+        record_values(self.pending.node, values)
         now = int(time.time() * 1000)  # MLflow's timestamps are in ms
         for key, value in values.items():
             if (key, step) in self._saved:

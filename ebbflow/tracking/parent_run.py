@@ -6,9 +6,10 @@ It is opened before any work starts, so here a store that is down is an error.
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,12 +24,16 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFL
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import redact_secrets
+from ebbflow.storage.sources import COMMIT, DIRTY
+from ebbflow.tracking import reconcile
 from ebbflow.tracking.delivery import flatten_settings, log_params
 from ebbflow.tracking.outage import deliver_saved_records
+from ebbflow.tracking.reconcile import Ending, remove_ending
 from ebbflow.tracking.store import (
     ARTIFACTS,
     DIGEST,
     EXECUTION,
+    FOLDER,
     MACHINE,
     PARENT,
     ROLE,
@@ -48,6 +53,8 @@ instead (``ui.MODE``).
 """
 UNCOMMITTED = "ebbflow.uncommitted_changes"
 """The tag of a run whose code differs from its git commit."""
+RETRAINED_FROM = "ebbflow.retrained_from"
+"""The tag of a run of a schedule that has ended well: the digest of what it was trained from."""
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +127,49 @@ def find_stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | No
     return tracked if is_of_this_machine and has_no_node else None
 
 
+def find_execution_run(recipe: Recipe, execution_id: str) -> tuple[MlflowClient, Run] | None:
+    """Find the parent run of an execution that has ended, with a client of its store; None where
+    the execution has opened none.
+    """
+    client, experiment_id = _open_store(recipe)
+    run = find_run(client, experiment_id, {ROLE: "execution", EXECUTION: execution_id})
+    return (client, run) if run else None
+
+
+def find_retraining(recipe: Recipe, inputs_digest: str) -> Run | None:
+    """Find the newest run of a schedule that was trained from inputs with this digest."""
+    client, experiment_id = _open_store(recipe)
+    return find_run(client, experiment_id, {RETRAINED_FROM: inputs_digest}, order="DESC")
+
+
+def tag_retraining(tracked: TrackedRun, inputs_digest: str) -> None:
+    """Tag a run that has ended well, so that ``find_retraining`` finds it.
+
+    Best effort, as in ``log_results``: without the tag the next night trains once more.
+    """
+    try:
+        connect_to_store(tracked.tracking_uri).set_tag(
+            tracked.run_id, RETRAINED_FROM, inputs_digest
+        )
+    except Exception as error:
+        logger.warning(
+            "cannot tag run %s in MLflow with what it was trained from, so the next night trains"
+            " even if nothing changes: %s",
+            tracked.run_id,
+            redact_secrets(str(error)),
+        )
+
+
+def end_dead_runs(
+    recipe: Recipe, find_ending: Callable[[str], Ending | None] | None = None
+) -> list[tuple[Run, Ending]]:
+    """Set the status of the runs in the recipe's experiment that are over and that MLflow shows as
+    RUNNING (``reconcile``).
+    """
+    client, experiment_id = _open_store(recipe)
+    return reconcile.end_dead_runs(client, [experiment_id], find_ending)
+
+
 def open_run(recipe: Recipe, tracked: TrackedRun) -> None:
     """Set the run RUNNING, name it, and log its recipe as parameters and as recipe.yaml.
     Idempotent.
@@ -130,8 +180,13 @@ def open_run(recipe: Recipe, tracked: TrackedRun) -> None:
     settings = recipe.model_dump(mode="json")
     # The run was created under the recipe's name, as its own has the run's id. Another name is one
     # that the user gave it, and stays.
-    is_unnamed = client.get_run(tracked.run_id).info.run_name == recipe.name
+    run = client.get_run(tracked.run_id)
+    is_unnamed = run.info.run_name == recipe.name
     client.update_run(tracked.run_id, status="RUNNING", name=tracked.name if is_unnamed else None)
+    remove_ending(client, run)
+    client.set_tag(tracked.run_id, FOLDER, tracked.folder)
+    # A run in a shared folder may be resumed on another machine, which then has its lock.
+    client.set_tag(tracked.run_id, MACHINE, platform.node())
     log_params(client, tracked.run_id, flatten_settings(settings))
     client.log_text(tracked.run_id, yaml.safe_dump(settings, sort_keys=False), "recipe.yaml")
 
@@ -143,11 +198,19 @@ def format_run_name(recipe: Recipe, run_id: str) -> str:
 
 def finish_run(tracked: TrackedRun, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
     """Set the status of the parent run."""
-    connect_to_store(tracked.tracking_uri).set_terminated(tracked.run_id, status)
+    client = connect_to_store(tracked.tracking_uri)
+    client.set_terminated(tracked.run_id, status)
+    if status == "FINISHED":
+        remove_ending(client, client.get_run(tracked.run_id))
 
 
-def log_results(tracked: TrackedRun, files: Sequence[Path], finish: bool = True) -> None:
-    """Log the report's files to the parent run, and finish it.
+def log_results(
+    tracked: TrackedRun,
+    files: Sequence[Path],
+    finish: bool = True,
+    metrics: Mapping[str, float] | None = None,
+) -> None:
+    """Log the report's files and some metrics to the parent run, and finish it.
 
     Best effort: a run must not fail because the store went away at its very end.
     """
@@ -156,6 +219,8 @@ def log_results(tracked: TrackedRun, files: Sequence[Path], finish: bool = True)
     try:
         for file in files:
             client.log_artifact(run_id, str(file))
+        for key, value in (metrics or {}).items():
+            client.log_metric(run_id, key, value)
         if finish:
             finish_run(tracked, "FINISHED")
     except Exception as error:
@@ -224,6 +289,12 @@ def _build_source_tags(source: str, execution_id: str | None) -> dict[str, str]:
     tags = {MLFLOW_SOURCE_NAME: source, MLFLOW_SOURCE_TYPE: SourceType.to_string(kind)}
     code = Path(__file__).parents[1]  # not the working directory, whose repository is the user's
     commit = get_git_commit(str(code)) if shutil.which("git") else None
+    # A pod has no repository: it is told the commit that was registered, or that of its image.
+    pod_commit = os.environ.get(COMMIT)
+    if pod_commit and not commit:
+        tags[MLFLOW_GIT_COMMIT] = pod_commit.removesuffix(DIRTY)
+        if pod_commit.endswith(DIRTY):
+            tags[UNCOMMITTED] = "true"
     if commit:
         from git import Repo  # fails to import where there is no git
 

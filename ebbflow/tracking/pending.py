@@ -10,7 +10,7 @@ Example:
 
         {"node": "1.1 online", "status": "FAILED", "since": 1764076800.0, "lost": 0}
         ["metric", "reward/mean", 0.41, 1764076801000, 12]
-        ["parent_metric", "train/reward", 0.41, 1764076801000, 52]
+        ["parent_metric", "reward/train", 0.41, 1764076801000, 52]
         ["params", {"params": {"lr": "0.0001"}}, false]
 """
 
@@ -34,7 +34,7 @@ PARENT_METRIC = "parent_metric"
 MAX_METRICS = 100_000
 """Pending metrics of a node (about 30 MB); beyond that the oldest are dropped and counted."""
 
-Status = Literal["FINISHED", "FAILED"]
+Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class Record(NamedTuple):

@@ -20,9 +20,11 @@ from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.tracking.delivery import WRITERS
 from ebbflow.tracking.pending import PendingRecords, Status
+from ebbflow.tracking.reconcile import remove_ending
 from ebbflow.tracking.store import (
     AWAY,
     DIGEST,
+    EXECUTION,
     NODE,
     PARENT,
     REFUSED,
@@ -30,6 +32,7 @@ from ebbflow.tracking.store import (
     connect_to_store,
     create_run,
     find_run,
+    read_execution_name,
 )
 
 METRICS_PER_BATCH = 1000
@@ -92,7 +95,25 @@ def open_child_run(tracked: TrackedRun, node: str) -> OpenRun:
         client.update_run(run.info.run_id, status="RUNNING")
         # the attempt before this one failed the parent too (RunSender.end_run)
         client.update_run(tracked.run_id, status="RUNNING")
+    _follow_recovery(client, tracked)
     return OpenRun(client, run)
+
+
+def _follow_recovery(client: MlflowClient, tracked: TrackedRun) -> None:
+    """Hand the parent run to the execution that goes on with it.
+
+    A recovered execution of Flyte has a name of its own, and takes over the node that opened the
+    run. ``reconcile`` would ask Flyte about the aborted one, and end a run that is alive.
+    """
+    execution = read_execution_name()
+    if execution is None:
+        return
+    parent = client.get_run(tracked.run_id)
+    if parent.data.tags.get(EXECUTION, execution) == execution:
+        return
+    client.set_tag(tracked.run_id, EXECUTION, execution)
+    client.update_run(tracked.run_id, status="RUNNING")
+    remove_ending(client, parent)
 
 
 class RunSender:
@@ -143,11 +164,11 @@ class RunSender:
             run.client.set_tag(run.run_id, REFUSED, _format_counts_tag(run.refused + self.refused))
 
     def end_run(self, status: Status) -> None:
-        """End the child run; a failed node fails the parent too, until its retry opens both
-        again."""
+        """End the child run; one that failed or was killed ends the parent too, until its retry
+        opens both again."""
         assert self.run, "send_pending() opens the run"
         self.run.client.set_terminated(self.run.run_id, status)
-        if status == "FAILED":
+        if status != "FINISHED":
             self.run.client.set_terminated(self.tracked.run_id, status)
 
     def _open_parent(self) -> OpenRun:

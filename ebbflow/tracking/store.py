@@ -29,6 +29,7 @@ EXECUTION = "flyte.execution_id"
 NODE = "ebbflow.node"
 PARENT = "mlflow.parentRunId"
 MACHINE = "ebbflow.machine"
+FOLDER = "ebbflow.folder"
 ROLE = "ebbflow.role"
 DIGEST = "ebbflow.recipe_digest"
 RUN = "ebbflow.run_id"
@@ -39,6 +40,15 @@ ARTIFACTS = "mlartifacts"
 """The folder next to a SQLite store with the artifacts of its runs."""
 UPLOAD_TIMEOUT = 3600
 """Seconds for a request that uploads weights."""
+
+
+def read_execution_name(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Read the name "project/domain/name" of Flyte's execution that this pod belongs to; None
+    outside of pods.
+    """
+    parts = ("PROJECT", "DOMAIN", "ID")
+    names = [environment.get(f"FLYTE_INTERNAL_EXECUTION_{part}", "") for part in parts]
+    return "/".join(names) if all(names) else None
 
 
 class TrackingError(RuntimeError):
@@ -99,6 +109,8 @@ def connect_to_store(uri: str) -> MlflowClient:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    # two lines for every run that ends, nodes too; a run's own last lines have its address
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     # not setdefault: loading a pickle executes it, so no user may switch this on for us
     os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
     database = find_sqlite_file(uri)
@@ -108,7 +120,7 @@ def connect_to_store(uri: str) -> MlflowClient:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except MlflowException as error:
         if database:
-            raise _build_not_whole_error(database, uri, _take_first_line(error)) from error
+            raise _build_not_whole_error(database, uri, take_first_line(error)) from error
         raise
 
 
@@ -260,7 +272,7 @@ def _disable_fsync() -> Iterator[None]:
 
 def _build_not_writable_error(uri: str, error: Exception) -> TrackingError:
     return TrackingError(
-        f"cannot write the MLflow store {uri}: {_take_first_line(error)}. Set 'output' to a"
+        f"cannot write the MLflow store {uri}: {take_first_line(error)}. Set 'output' to a"
         " writable folder, or tracking.uri or MLFLOW_TRACKING_URI to another store"
     )
 
@@ -273,8 +285,11 @@ def _build_not_whole_error(database: Path, uri: str, cause: str) -> TrackingErro
     )
 
 
-def _take_first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def take_first_line(error: Exception) -> str:
+    """Return the first line of an error's text, and the start of one that is long: SQLAlchemy adds
+    the statement and its parameters, a policy's metadata among them.
+    """
+    return sanitize_text((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def _check_server(uri: str) -> None:
@@ -289,7 +304,7 @@ def _check_server(uri: str) -> None:
     except Exception as error:  # of requests, sqlalchemy or MLflow, depending on the store
         raise TrackingError(
             f"the MLflow store {redact_secrets(uri)} does not answer:"
-            f" {redact_secrets(_take_first_line(error))}. Start it, or correct tracking.uri or"
+            f" {redact_secrets(take_first_line(error))}. Start it, or correct tracking.uri or"
             " MLFLOW_TRACKING_URI; without either, a SQLite file in 'output' is used"
         ) from error
 

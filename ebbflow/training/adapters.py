@@ -9,11 +9,27 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
-from ebbflow.models.base import DTYPES, Model, is_trainable, trained_networks
+from ebbflow.models.base import (
+    DTYPES,
+    Model,
+    can_skip_autocast,
+    is_trainable,
+    trained_networks,
+)
 from ebbflow.recipe.policy import PolicyConfig
+from ebbflow.training.bfloat16 import compute_in_bfloat16
+from ebbflow.training.loading import find_pending_weights, read_magnitudes
 from ebbflow.training.policy_metadata import PolicyError
 
 ADAPTER = "default"
+
+
+def choose_trained_layers(model: Model, config: PolicyConfig) -> None:
+    """Let the parameters of the chosen layers get gradients, and no others."""
+    for prefix, network in trained_networks(model.transformer).items():
+        for name, parameter in network.named_parameters():
+            layer = prefix + name.rpartition(".")[0]
+            parameter.requires_grad_(is_layer_chosen(layer, config) and is_trainable(model, name))
 
 
 def is_layer_chosen(layer: str, config: PolicyConfig) -> bool:
@@ -63,7 +79,17 @@ def add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
         if parameter.requires_grad:
             # Adapters are trained in float32, whatever the precision of the weights below them.
             parameter.data = parameter.data.float()
-    if config.dora:
+    if model.precision == "bfloat16" and not config.dora and can_skip_autocast(model):
+        compute_in_bfloat16(model)
+    elif not config.dora:
+        # peft casts inputs to the float32 of the adapters, and autocast casts them back to 16 bits:
+        # two kernels in every layer for the same bytes.
+        for layer in model.transformer.modules():
+            if isinstance(layer, LoraLayer):
+                layer.cast_input_dtype_enabled = False
+    if config.dora and find_pending_weights(model):
+        read_magnitudes(model, ADAPTER)
+    elif config.dora:
         for layer in model.transformer.modules():
             if isinstance(layer, LoraLayer):
                 # The magnitudes, [out], in the precision in which peft divides by the norm: their
@@ -103,7 +129,7 @@ def _find_lora_targets(model: Model, prefix: str, network: Any, config: PolicyCo
     ``prefix`` is what stands before them in the names of the transformer, which ``policy.layers``
     means.
     """
-    ends = config.targets or model.lora_targets
+    ends = config.targets or model.lora_targets  # a policy's always names them
     # Once it has adapters, peft keeps a layer as ``<name>.base_layer``. The names stay the same, so
     # that a policy folder says the same targets before and after.
     names = {

@@ -152,8 +152,9 @@ class TrajectoryBatch:
         next_latents: [M, ...], what the rollout stepped to: the loss asks how probable they are.
         sigmas: the whole schedule of the rollout, [steps + 1].
         steps: integer [M], the denoising step of each row.
-        old_mean, old_log_prob: [M, ...] and [M], under the policy that the ratio is against.
+        old_log_prob: [M], under the policy that the ratio is against.
         advantage: [M].
+        old_mean: [M, ...], under the same policy, where the rollout recorded means.
     """
 
     inputs: ForwardInputs
@@ -162,11 +163,11 @@ class TrajectoryBatch:
     next_latents: Tensor
     sigmas: Tensor
     steps: Tensor
-    old_mean: Tensor
     old_log_prob: Tensor
     advantage: Tensor
     sampler: SamplerConfig
     keys: SampleKeys
+    old_mean: Tensor | None = None
 
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         return self.inputs
@@ -178,7 +179,7 @@ class TrajectoryBatch:
         return TrajectoryRows(
             transition=step,
             log_prob=compute_log_prob(step, self.next_latents[part]),
-            old_mean=self.old_mean[part],
+            old_mean=None if self.old_mean is None else self.old_mean[part],
             old_log_prob=self.old_log_prob[part],
             copies={name: self.compute_transition(part, value) for name, value in copies.items()},
             advantage=self.advantage[part],
@@ -205,40 +206,8 @@ class TrajectoryBatch:
         )
 
 
-@dataclass(frozen=True)
-class CorrectedRollout:
-    """Trajectories of N samples at W steps, what their ratio is against, and how much each row
-    counts.
-
-    Example: one sample with two trained steps, whose first step the correction rejected::
-
-        rollout.old_log_prob  # tensor([[-0.2149,  0.1071]]), the mean over a latent's elements
-        rollout.weight  # tensor([[0.0000, 1.0312]])
-        rollout.keep  # tensor([[False, True]])
-
-    Attributes:
-        old_mean: [N, W, ...].
-        old_log_prob: [N, W].
-        weight: [N, W].
-        keep: bool [N, W].
-    """
-
-    trajectory: Trajectory
-    old_mean: Tensor
-    old_log_prob: Tensor
-    weight: Tensor
-    keep: Tensor
-
-    @staticmethod
-    def without_correction(trajectory: Trajectory) -> CorrectedRollout:
-        """Return the rollout as it is: every row counts, against the policy that generated it."""
-        log_probs = trajectory.log_probs
-        ones = torch.ones_like(log_probs)
-        return CorrectedRollout(trajectory, trajectory.means, log_probs, ones, ones.bool())
-
-
 def build_trajectory_batch(
-    rollout: CorrectedRollout,
+    trajectory: Trajectory,
     conditioning: Conditioning,
     advantage: Tensor,
     keys: SampleKeys,
@@ -256,34 +225,40 @@ def build_trajectory_batch(
             sample n // W. Default: every row that the correction kept.
         sample_index: integer [N], the row of ``conditioning`` of each sample.
     """
-    trajectory = rollout.trajectory
     device = conditioning.device
     if rows is None:
-        rows = np.flatnonzero(rollout.keep.cpu().numpy())
+        keep = torch.ones_like(trajectory.log_probs) if trajectory.keep is None else trajectory.keep
+        rows = np.flatnonzero(keep.cpu().numpy())
     sample_array, column_array = np.divmod(rows, len(trajectory.steps))
     sample = torch.from_numpy(sample_array)
     column = torch.from_numpy(column_array)
     conditioning_row = sample if sample_index is None else sample_index[sample]
     # Rows are gathered where the rollout lies, usually in main memory, and only then moved: a
-    # process trains on a share of them. [N, W, ...][sample, column] is [M, ...].
+    # process trains on a share of them. [N, K, ...][sample, state] is [M, ...].
+    state = trajectory.find_states()[column]
+    means = trajectory.means
     steps = trajectory.steps[column].to(device)
     sigmas = trajectory.sigmas.to(device)
     row_advantage = advantage[sample, column] if advantage.ndim == 2 else advantage[sample]
+    old_log_prob = trajectory.log_probs[sample, column].to(device)
+    weight = torch.ones_like(old_log_prob)
+    if trajectory.weight is not None:
+        weight = trajectory.weight[sample, column].to(device)
     return TrajectoryBatch(
         inputs=ForwardInputs(
-            trajectory.latents[sample, column].to(device),
+            trajectory.states[sample, state].to(device),
             sigmas[steps],
             conditioning,
             conditioning_row.to(device),
         ),
-        weight=rollout.weight[sample, column].to(device),
+        weight=weight,
         # Each row is a group of its own: losses on trajectories compare no rows.
         group_index=torch.arange(len(rows), device=device),
-        next_latents=trajectory.next_latents[sample, column].to(device),
+        next_latents=trajectory.states[sample, state + 1].to(device),
         sigmas=sigmas,
         steps=steps,
-        old_mean=rollout.old_mean[sample, column].to(device),
-        old_log_prob=rollout.old_log_prob[sample, column].to(device),
+        old_mean=None if means is None else means[sample, column].to(device),
+        old_log_prob=old_log_prob,
         advantage=row_advantage.to(device),
         sampler=sampler,
         keys=keys.select_samples(sample_array),
@@ -361,13 +336,7 @@ def build_forward_batch(
         clean.shape[1:], keys, first, owners, config, schedule, visit
     )
 
-    # Rows: every sample in every draw. All draws of a group are adjacent, so that every micro-batch
-    # sees the whole range of noise levels; in the order of draws it would see a part of the range.
-    draw = np.repeat(np.arange(draws), len(keys))
-    sample = np.tile(np.arange(len(keys)), draws)
-    order = np.argsort(group_of_sample[sample], kind="stable")
-    draw = draw[order]
-    sample = sample[order]
+    draw, sample = _order_draws(group_of_sample, draws)
     group = group_of_sample[sample]
     owner = group if config.shared_noise else sample
     sigma = sigmas[draw, group].to(clean)
@@ -391,6 +360,17 @@ def build_forward_batch(
         advantage=advantage[sample_index],
         keys=keys.select_samples(sample),
     )
+
+
+def _order_draws(group_of_sample: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (draw, sample) of every row, each sample in every draw, integer [draws * N]."""
+    # All draws of a group are adjacent, so that every micro-batch sees the whole range of noise
+    # levels; in the order of draws it would see a part of the range.
+    num_samples = len(group_of_sample)
+    draw = np.repeat(np.arange(draws), num_samples)
+    sample = np.tile(np.arange(num_samples), draws)
+    order = np.argsort(group_of_sample[sample], kind="stable")
+    return draw[order], sample[order]
 
 
 def _sample_sigmas_and_noise(
@@ -476,7 +456,7 @@ def count_micro_batches(group_index: Tensor, size: int) -> int:
     """Count the passes of at most ``size`` rows that a batch takes; a group larger than that is a
     pass of its own.
     """
-    counts = group_index.unique_consecutive(return_counts=True)[1]
+    counts = group_index.cpu().unique_consecutive(return_counts=True)[1]
     return count_passes(len(counts), int(counts.max()), size)
 
 
@@ -493,7 +473,8 @@ def split_into_passes(group_index: Tensor, passes: int) -> list[slice]:
     Example: rows of the groups [0, 0, 1, 1, 2, 2] in two passes are [slice(0, 4), slice(4, 6)].
     """
     # The end of each group, in rows: [2, 4, 6] in the example.
-    ends = group_index.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+    # On the CPU: on a GPU each of these operations would wait for it.
+    ends = group_index.cpu().unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
     assert passes <= len(ends), f"{passes} passes over {len(ends)} groups would leave some empty"
     slices = []
     start = 0

@@ -50,6 +50,7 @@ from ebbflow.storage.artifacts import (
     verify_folder,
     write_new_folder,
 )
+from ebbflow.storage.formats import CHECKPOINT_FORMAT
 from ebbflow.training.distributed import Ranks, receive_file, send_file
 from ebbflow.training.optimizer import AnyOptimizer, state_from_tensors, state_to_tensors
 from ebbflow.training.policy import Policy
@@ -268,7 +269,11 @@ class Checkpoints:
     @property
     def training_identity(self) -> dict[str, str]:
         """Which training they are of; a checkpoint of another one is refused."""
-        return {"recipe": self.ctx.recipe.digest, "stage": self.ctx.stage_label}
+        return {
+            "recipe": self.ctx.recipe.digest,
+            "stage": self.ctx.stage_label,
+            "format": str(CHECKPOINT_FORMAT),
+        }
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after so many steps."""
@@ -292,7 +297,7 @@ class Checkpoints:
         """
         new = self._path_of_step(step)
         for path in self._list_checkpoints():
-            if step_of(path) > step or (path == new and _find_damage(path)):
+            if step_of(path) > step or (path == new and find_damage(path)):
                 shutil.rmtree(path)
         with write_new_folder(new) as unfinished:
             yield unfinished
@@ -376,6 +381,14 @@ class Checkpoints:
                 f"{folder / STATE} is damaged, or of another version of Ebbflow; remove {folder}"
             )
         identity = content["about"]
+        written = identity.get("format")
+        if written != str(CHECKPOINT_FORMAT):
+            is_newer = isinstance(written, str) and written.isdecimal()
+            raise CheckpointError(
+                f"{folder} is of {'another' if is_newer else 'an earlier'} Ebbflow (checkpoint"
+                f" format {written or 'none'}, this one resumes from {CHECKPOINT_FORMAT}): remove"
+                " it to train the stage from its start, or go on with the Ebbflow that wrote it"
+            )
         if identity != self.training_identity:
             differ = ", ".join(
                 f"{key} = {identity.get(key)!r} (now {value!r})"
@@ -415,13 +428,14 @@ class Checkpoints:
 
 def _is_whole(checkpoint: Path) -> bool:
     """Return whether the stage can resume from a checkpoint. A damaged one is logged."""
-    error = _find_damage(checkpoint)
+    error = find_damage(checkpoint)
     if error:
         logger.warning("damaged checkpoint passed over: %s", error)
     return error is None
 
 
-def _find_damage(checkpoint: Path) -> ArtifactError | None:
+def find_damage(checkpoint: Path) -> ArtifactError | None:
+    """Return why a checkpoint is not whole, or None; reads all of it."""
     try:
         verify_folder(checkpoint)
     except ArtifactError as error:

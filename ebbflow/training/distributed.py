@@ -14,11 +14,12 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,10 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group
+
+from ebbflow.resume import InterruptedAttempt
+from ebbflow.storage.disk import create_private_folder
+from ebbflow.training.heartbeats import exchange_heartbeats
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +46,8 @@ TIMEOUT_MINUTES = 30
 model or stores a large checkpoint, so minutes are too few: 100 GiB at 100 MiB/s take 17.
 """
 TIMEOUT = timedelta(minutes=TIMEOUT_MINUTES)
+BUCKET = 256 * 2**20
+"""Bytes of gradients that are averaged in one message."""
 CHUNK = 64 * 2**20
 """Bytes of a file that are sent at a time."""
 FAILED = "ebbflow/failed"
@@ -55,7 +62,7 @@ WARN_BEFORE = timedelta(seconds=20)
 """How long before NCCL's time-out the phase is logged."""
 
 
-class PeerLost(RuntimeError):
+class PeerLost(InterruptedAttempt):
     """A rank on another machine is gone, and left no error of its own: another attempt may
     succeed."""
 
@@ -184,17 +191,17 @@ def _log_phase_before_abort() -> Iterator[None]:
         thread.join()
 
 
-def choose_backend(cpu_offload: bool) -> str:
-    """Choose the backend of a group: gloo on CPUs, NCCL on GPUs, and both where tensors of GPUs
-    wait in main memory.
+def choose_backend(main_memory: bool) -> str:
+    """Choose the backend of a group: gloo on CPUs, NCCL on GPUs, and both where ranks with GPUs
+    also exchange tensors that wait in main memory.
     """
     if not torch.cuda.is_available():
         return "gloo"
-    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
+    return "cpu:gloo,cuda:nccl" if main_memory else "nccl"
 
 
 @contextmanager
-def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
+def join_process_group(main_memory: bool = False) -> Iterator[Ranks]:
     """Join the group that an elastic launcher announced in the environment, with
     ``choose_backend``; alone without one.
 
@@ -210,6 +217,10 @@ def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
         yield Ranks(0, 1)
         return
     enter_phase("starting")
+    # NCCL's flight recorder: at a time-out every rank writes its last collectives to a file.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(create_private_folder() / "flight_rank_"))
     device = None
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -229,7 +240,7 @@ def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
     try:
         with naming_errors, _name_phase_of_timeout():
             dist.init_process_group(
-                choose_backend(cpu_offload),
+                choose_backend(main_memory),
                 store=store,
                 rank=rank,
                 world_size=world,
@@ -238,7 +249,10 @@ def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
                 # guesses the GPU of a rank from its number at the first barrier.
                 device_id=device,
             )
-            with _log_phase_before_abort() if device else nullcontext():
+            with (
+                exchange_heartbeats(store, rank, world, lambda: _phase.name),
+                _log_phase_before_abort() if device else nullcontext(),
+            ):
                 yield Ranks.current()
             dist.destroy_process_group()
     except JointExit:
@@ -318,6 +332,28 @@ def sum_over_processes(value: Tensor) -> Tensor:
     return value
 
 
+def average_over_processes(values: Sequence[Tensor]) -> None:
+    """Average tensors over the processes that train together, in place and in buckets, so that many
+    small ones take few messages.
+    """
+    world = Ranks.current().world
+    buckets: list[list[Tensor]] = [[]]
+    size = 0
+    for value in values:
+        if size + value.nbytes > BUCKET and buckets[-1]:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(value)
+        size += value.nbytes
+    for bucket in buckets:
+        joined = torch.cat([value.flatten() for value in bucket])
+        dist.all_reduce(joined)
+        joined /= world
+        parts = joined.split([value.numel() for value in bucket])
+        for value, part in zip(bucket, parts, strict=True):
+            value.copy_(part.view_as(value))
+
+
 def all_reduce_max(local_value: int) -> int:
     """Return the largest of what all processes have; all of them ask."""
     value = _exchange_tensor(local_value)
@@ -332,6 +368,24 @@ def broadcast_first(local_value: int) -> int:
     if dist.is_initialized():
         dist.broadcast(value, 0)
     return int(value)
+
+
+def broadcast_object(value: Any, sender: int) -> Any:
+    """Return the object that one rank has; all of them ask."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, sender)
+    return values[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return what each rank has, in their order; all of them ask."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * Ranks.current().world
+    dist.all_gather_object(values, value)
+    return values
 
 
 def broadcast_first_of_node(local_value: int) -> int:

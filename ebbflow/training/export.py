@@ -8,7 +8,12 @@ from pathlib import Path
 from ebbflow.models import load_model
 from ebbflow.models.base import trained_networks
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.storage.artifacts import check_replaceable, write_new_folder
+from ebbflow.storage.artifacts import (
+    EXPORT,
+    ArtifactError,
+    check_replaceable,
+    write_new_folder,
+)
 from ebbflow.training.adapters import ADAPTER
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (
@@ -33,7 +38,7 @@ def export_pipeline(
     ``load_lora_weights`` reads the policy folder itself.
 
     Args:
-        overwrite: whether ``target`` may be a committed folder that nobody has changed, which is
+        overwrite: whether ``target`` may be an earlier export that nobody has changed, which is
             then replaced.
         allowed_code: see ``require_allowed_code``.
 
@@ -41,12 +46,21 @@ def export_pipeline(
         The policy's metadata.
 
     Raises:
-        ArtifactError: a folder is not what was committed, or ``target`` holds something.
+        ArtifactError: a folder is not what was committed, ``target`` holds something, or it is in
+            ``base`` or ``folder``, or one of them is in it.
         PolicyError: ``base`` is not the policy's base model, or the policy names code that is not
             allowed.
         ModelError: ``base`` cannot be read.
     """
-    check_replaceable(target, overwrite)
+    for source in (base, folder):
+        # Links resolved: two names may lead to one folder.
+        paths = (target.resolve(), source.resolve())
+        if paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0]):
+            raise ArtifactError(
+                f"{target} is, holds or lies in {source}, which the export reads; name a folder"
+                " elsewhere"
+            )
+    check_replaceable(target, overwrite, EXPORT)
     metadata = read_policy_metadata(folder)
     require_base(metadata, base, folder)
     require_allowed_code(metadata, folder, allowed_code)
@@ -58,7 +72,7 @@ def export_pipeline(
         for network in trained_networks(model.transformer).values():
             network.fuse_lora(adapter_names=[ADAPTER])
             network.unload_lora()
-    with write_new_folder(target, overwrite) as unfinished:
+    with write_new_folder(target, overwrite, EXPORT) as unfinished:
         model.save(unfinished)
     return metadata
 

@@ -65,6 +65,8 @@ class FakeScore:
                 # The mean over all rows of all processes; FSDP averages over processes, which the
                 # world size undoes (as in ``PolicyUpdater``).
                 (errors.sum() * (Ranks.current().world / total)).backward()
+                if part == slices[-1]:
+                    policy.average_gradients()
                 row_errors.append(errors.detach())
                 error += row_errors[-1].double().sum()
             mean = (sum_over_processes(error) / total).item()

@@ -123,7 +123,7 @@ def sample_student_steps(
     with policy.keep_gathered():
         parts = [
             _sample_steps(
-                policy.model, unguided.select_rows(part), keys.select_slice(part), sampler, sigmas
+                policy.model, unguided.select_rows(part), keys.select_samples(part), sampler, sigmas
             )
             for part in slices
         ]

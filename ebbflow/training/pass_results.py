@@ -33,19 +33,20 @@ class PassResults:
     Example: after two passes of two rows each::
 
         results.rows["loss"]  # [tensor([0.31, 0.28]), tensor([0.25, 0.30])]
-        results.average_metrics(total=4)  # {"loss": 0.285, ...}
+        results.read_numbers(norm, total=4)  # ({"loss": 0.285, ...}, 0.8, 1.1)
 
     Attributes:
         rows: loss and metrics, each a list of [m] tensors.
         gradient_is_finite: of the loss with respect to the velocity of each row, a list of bool
             [m].
-        first_norm: of the gradient of the first part alone, scaled to a mean.
+        first_norm: of the gradient of the first part alone, scaled to a mean; None where there is
+            one part.
         drift: mean (v - v_base)^2 of the rows where the base's prediction is known, a list of [m].
     """
 
     rows: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     gradient_is_finite: list[Tensor] = field(default_factory=list)
-    first_norm: Tensor = field(default_factory=lambda: torch.tensor(0.0))
+    first_norm: Tensor | None = None
     drift: list[Tensor] = field(default_factory=list)
 
     def add_pass(self, loss: Tensor, metrics: RowMetrics, velocity: Tensor) -> None:
@@ -67,20 +68,29 @@ class PassResults:
         base_velocity = base[first : first + len(policy_velocity)]
         self.drift.append(mean_per_row((policy_velocity - base_velocity) ** 2))
 
-    def average_metrics(self, total: int) -> dict[str, float]:
-        """Average the metrics over the ``total`` rows of all processes."""
+    def read_numbers(self, norm: Tensor, total: int) -> tuple[dict[str, float], float, float]:
+        """Return the metrics, averaged over the ``total`` rows of all processes, ``norm``, and the
+        norm of the first pass.
+
+        All of them come from the device at once: each read by itself would be one more wait for it.
+        """
         # One collective call for all of them, in an order that is the same on every process.
         names = sorted(self.rows)
-        sums = torch.stack([torch.cat(self.rows[name]).double().sum() for name in names])
-        means = dict(zip(names, (sum_over_processes(sums) / total).tolist(), strict=True))
+        sums = [torch.cat(self.rows[name]).double().sum() for name in names]
         if self.drift:
             # Processes watch different numbers of rows, so their number is summed as well.
             drift = torch.cat(self.drift)
-            drift_sum, count = sum_over_processes(
-                torch.stack([drift.double().sum(), drift.new_tensor(len(drift)).double()])
-            )
-            means["velocity_drift"] = (drift_sum / count).item()
-        return means
+            sums += [drift.double().sum(), torch.full_like(sums[0], len(drift))]
+        first_norm = norm if self.first_norm is None else self.first_norm
+        # ``to``: the gradients of offloaded shards are in main memory.
+        values = torch.cat(
+            [sum_over_processes(torch.stack(sums)), torch.stack([norm, first_norm]).to(sums[0])]
+        )
+        *numbers, norm_value, first_norm_value = values.tolist()
+        means = {name: number / total for name, number in zip(names, numbers, strict=False)}
+        if self.drift:
+            means["velocity_drift"] = numbers[-2] / numbers[-1]
+        return means, norm_value, first_norm_value
 
     def average_teacher_metrics(self, teacher_rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Average ``kl/teacher`` over the rows of each teacher and all processes; a teacher without
@@ -99,22 +109,6 @@ class PassResults:
                 means[f"kl/teacher/{NOT_IN_A_METRIC.sub('_', prompt_set)}"] = total / count
         return means
 
-    def compute_gradient_metrics(self, norm: Tensor, passes: int, total: int) -> dict[str, float]:
-        """Compute the norm before clipping, and how much single samples disagree.
-
-        ``grad_variance`` estimates the trace of the per-row covariance of the gradient from the
-        norms of a small and of the whole batch, (|g_small|^2 - |g|^2) / (1/B_small - 1/B) (An
-        Empirical Model of Large-Batch Training, 1812.06162, A.1). One step's value is noisy and may
-        be negative: look at its average.
-        """
-        metrics = {"grad_norm": norm.item()}
-        if passes > 1:  # one pass is the whole batch, and 1/B_small - 1/B is 0
-            small = total / passes
-            metrics["grad_variance"] = (self.first_norm.item() ** 2 - norm.item() ** 2) / (
-                1 / small - 1 / total
-            )
-        return metrics
-
     def describe_first_non_finite_row(self, batch: RowBatch) -> str | None:
         """Describe the first row of this process that is not finite, and what is wrong with it."""
         wrong = {name: ~torch.cat(values).isfinite() for name, values in self.rows.items()}
@@ -127,6 +121,23 @@ class PassResults:
             f"{', '.join(name for name, where in wrong.items() if where[row])} of"
             f" {batch.describe_row(row)}"
         )
+
+
+def compute_gradient_metrics(
+    norm: float, first_norm: float, passes: int, total: int
+) -> dict[str, float]:
+    """Compute the norm before clipping, and how much single samples disagree.
+
+    ``grad_variance`` estimates the trace of the per-row covariance of the gradient from the norms
+    of a small and of the whole batch, (|g_small|^2 - |g|^2) / (1/B_small - 1/B) (An Empirical Model
+    of Large-Batch Training, 1812.06162, A.1). One step's value is noisy and may be negative: look
+    at its average.
+    """
+    metrics = {"grad_norm": norm}
+    if passes > 1:  # one pass is the whole batch, and 1/B_small - 1/B is 0
+        small = total / passes
+        metrics["grad_variance"] = (first_norm**2 - norm**2) / (1 / small - 1 / total)
+    return metrics
 
 
 def build_non_finite_error(

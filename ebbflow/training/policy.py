@@ -27,13 +27,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ebbflow.models.base import Model, is_trainable, trained_networks
+from ebbflow.models.base import Model, device_of, trained_networks
 from ebbflow.models.context_parallel import require_shareable_tokens, share_tokens
 from ebbflow.recipe.model import FsdpConfig, Precision
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import write_new_folder
-from ebbflow.training.adapters import ADAPTER, add_lora, is_layer_chosen, no_matching_layers_error
-from ebbflow.training.distributed import build_row_mesh
+from ebbflow.training.adapters import (
+    ADAPTER,
+    add_lora,
+    choose_trained_layers,
+    no_matching_layers_error,
+)
+from ebbflow.training.distributed import Ranks, average_over_processes, build_row_mesh
+from ebbflow.training.loading import (
+    add_placeholders,
+    find_pending_weights,
+    move_to_meta,
+    read_weights,
+)
 from ebbflow.training.parameter_files import read_copy, read_parameters, write_parameters
 from ebbflow.training.policy_metadata import (
     ITERATE,
@@ -55,7 +66,8 @@ class Policy:
 
     Args:
         shard: over the ranks of the process group (FSDP2), on all of them together.
-        replicas: of the sharded model, each over as many ranks that follow each other (HSDP).
+        replicas: of the sharded model, each over as many ranks that follow each other (HSDP). As
+            many as there are ranks: every rank holds the whole model, and only gradients travel.
         cpu_offload: keep the copies in main memory; of a sharded model the parameters and gradients
             too.
         fsdp: how a sharded model is gathered.
@@ -75,33 +87,45 @@ class Policy:
         context_parallel: int = 1,
     ) -> None:
         self.model = model
+        if config.train == "lora":
+            config = config.model_copy(update={"targets": config.targets or model.lora_targets})
         self.config = config
         self.replicas = replicas
         self.context_parallel = context_parallel
-        self.sharded = shard
+        # A replica on one rank has nothing to share out. Plain parameters are as fast as in one
+        # process, and predict the same to the last bit.
+        self.replicated = shard and replicas == Ranks.current().world > 1
+        self.sharded = shard and not self.replicated
         self.fsdp = fsdp
         # FSDP2 keeps copies of offloaded parameters in main memory anyway: they are clones of them.
-        self.offloaded = cpu_offload and not shard
-        self.shards_offloaded = cpu_offload and shard
+        self.offloaded = cpu_offload and not self.sharded
+        self.shards_offloaded = cpu_offload and self.sharded
+        # Whether parameters can be made to point at the memory of a copy. FSDP2 keeps its own views
+        # of the parameters' memory, and offloaded copies are not on the device.
+        self.can_swap = not self.sharded and not self.offloaded
 
+        # Networks without weights read theirs at the end, when it is known which of them this
+        # process keeps.
+        device = device_of(model)
+        pending = find_pending_weights(model) is not None
+        if pending:
+            add_placeholders(model, in_float32=config.train == "full")
         # Which parameters are trained. This comes before sharding, because adapters and float32
         # weights have to be there when FSDP2 takes over the modules.
         if config.train == "lora":
             add_lora(model, config, seed)
         else:
-            for prefix, network in trained_networks(model.transformer).items():
-                for name, parameter in network.named_parameters():
-                    layer = prefix + name.rpartition(".")[0]
-                    parameter.requires_grad_(
-                        is_layer_chosen(layer, config) and is_trainable(model, name)
-                    )
+            choose_trained_layers(model, config)
         if context_parallel > 1:
             require_shareable_tokens(model, context_parallel)
             share_tokens(model, build_row_mesh(context_parallel))
-        if shard:
+        adapters = move_to_meta(model) if pending and self.sharded else {}
+        if self.sharded:
             shard_model(model, config.train == "full", replicas, cpu_offload, fsdp)
         elif config.train == "full":
             model.transformer.float()
+        if pending:
+            read_weights(model, torch.device("cpu") if self.shards_offloaded else device, adapters)
 
         # Only now: FSDP2 has replaced the parameters by DTensors.
         self.parameters: dict[str, Tensor] = {
@@ -165,7 +189,7 @@ class Policy:
         try:
             with self._put_parameters(copy):
                 yield
-                if not self._can_swap:
+                if not self.can_swap:
                     # The parameters were overwritten with the copy's values, so what was trained
                     # goes back into it. Swapped parameters are the copy's own memory.
                     for key, parameter in self.parameters.items():
@@ -210,17 +234,20 @@ class Policy:
             if isinstance(network, FSDPModule):
                 network.set_requires_gradient_sync(wanted)
 
-    @property
-    def _can_swap(self) -> bool:
-        """Whether parameters can be made to point at the memory of a copy. FSDP2 keeps its own
-        views of the parameters' memory, and offloaded copies are not on the device.
+    def average_gradients(self) -> None:
+        """Average the gradients over the processes of a replicated model; FSDP2 does that for a
+        sharded one in the backward pass.
+
+        Gradients that are equal everywhere already stay as they are, so that a later pass may be
+        added to them and averaged again.
         """
-        return not (self.sharded or self.offloaded)
+        if self.replicated:
+            average_over_processes([p.grad for p in self.parameters.values() if p.grad is not None])
 
     @contextmanager
     def _put_parameters(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Replace the parameters inside the block, and put them back after it."""
-        if self._can_swap:
+        if self.can_swap:
             # Nothing is copied: the parameters are the given tensors meanwhile.
             current = {key: p.data for key, p in self.parameters.items()}
             try:
@@ -302,8 +329,12 @@ class Policy:
             PolicyError: it holds another kind of policy.
         """
         metadata = read_policy_metadata(folder)
-        # Where a policy was started does not change what its parameters are.
-        if metadata.config.model_copy(update={"start": self.config.start}) != self.config:
+        # Where a policy was started does not change what its parameters are, and one without
+        # weights of its own is the base model whatever is to be adapted.
+        expected: dict[str, Any] = {"start": self.config.start}
+        if metadata.config.targets is None:
+            expected["targets"] = self.config.targets
+        if metadata.config.model_copy(update=expected) != self.config:
             raise PolicyError(
                 f"{folder} holds a policy of {metadata.config}, the recipe asks for {self.config};"
                 " use its own recipe"
@@ -394,7 +425,9 @@ class Policy:
                 save_file(values, unfinished / name / "parameters.safetensors")
             if statistics is not None:
                 (unfinished / STATISTICS).write_text(json.dumps(statistics))
-            (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))
+            config = metadata.config.model_copy(update={"targets": self.config.targets})
+            trained = metadata.model_copy(update={"config": config})
+            (unfinished / METADATA).write_text(trained.model_dump_json(indent=2))
 
 
 def copy_to_main_memory(value: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from ebbflow.training.policy_metadata import (
     STATISTICS,
     PolicyError,
     PolicyMetadata,
+    choose_policy_config,
     read_policy_metadata,
     require_base,
 )
@@ -41,7 +42,7 @@ def open_model(recipe: Recipe, base: Path) -> Model:
     """
     set_up_process(recipe)
     log_device()
-    model = load_model(base, recipe.model)
+    model = load_model(base, recipe.model, weights_later=True)
     if recipe.model.compile == "blocks":
         compile_blocks(model)
     return model
@@ -66,7 +67,7 @@ def open_policy(
     """
     policy = Policy(
         model,
-        ctx.recipe.policy,
+        choose_policy_config(ctx.recipe.policy, folder),
         ctx.recipe.seed,
         shard,
         replicas,

@@ -4,13 +4,15 @@ torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
 
-from ebbflow.recipe.base import Strict, explain_validation_error
+from ebbflow.recipe.base import Strict, explain_validation_error, sanitize_text
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, resize_model
@@ -31,6 +33,10 @@ FIRST_NETWORK = "transformer"
 """What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy
 folder.
 """
+LORA_FILE = "pytorch_lora_weights.safetensors"
+ADAPTER_METADATA = "lora_adapter_metadata"
+"""Where diffusers keeps peft's configuration in the header of a LoRA file, as JSON."""
+TARGETS = TypeAdapter(Annotated[list[str], Field(min_length=1, strict=True)])
 
 
 class PolicyError(Exception):
@@ -56,6 +62,8 @@ class PolicyMetadata(Strict):
     """COMMIT of the base-model folder that it was trained from."""
     recipe_digest: str
     config: PolicyConfig
+    """What the recipe says. In a folder with the weights of a LoRA, ``targets`` are always there:
+    the default of a family may change, and what was trained stays what it is."""
     model: ModelConfig = ModelConfig()
     """The base model, and how it generates."""
     steps: int = EVALUATION.steps
@@ -98,12 +106,46 @@ def read_policy_metadata(folder: Path) -> PolicyMetadata:
         raise PolicyError(f"{folder} is no policy folder: it has no {METADATA}")
     # The folder is whole, so what cannot be read was written by another version of Ebbflow.
     try:
-        return PolicyMetadata.model_validate_json((folder / METADATA).read_bytes())
+        metadata = PolicyMetadata.model_validate_json((folder / METADATA).read_bytes())
     except ValidationError as error:
         raise PolicyError(
             f"{folder / METADATA} says what this Ebbflow does not"
             f" know:\n{explain_validation_error(error, PolicyMetadata)}"
         ) from None
+    if metadata.config.train == "lora" and metadata.config.targets is None and has_weights(folder):
+        # Of an Ebbflow that did not write the default down.
+        config = metadata.config.model_copy(update={"targets": _read_targets(folder)})
+        metadata = metadata.model_copy(update={"config": config})
+    return metadata
+
+
+def _read_targets(folder: Path) -> list[str]:
+    """Read which layers the LoRA of a policy folder adapts, from the headers of its files."""
+    targets: set[str] = set()
+    # Of one network the LoRA is at the top of the folder, of a second one in a folder of its own.
+    for file in (*folder.glob(LORA_FILE), *folder.glob(f"*/{LORA_FILE}")):
+        try:
+            with safe_open(file, "numpy") as tensors:
+                adapter = json.loads((tensors.metadata() or {})[ADAPTER_METADATA])
+            targets.update(TARGETS.validate_python(adapter[f"{FIRST_NETWORK}.target_modules"]))
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = sanitize_text(f"{type(error).__name__}: {error}", 200)
+            raise PolicyError(
+                f"{file} does not say which layers its LoRA adapts ({reason}); {AGAIN}"
+            ) from None
+    return sorted(targets)
+
+
+def choose_policy_config(config: PolicyConfig, folder: Path) -> PolicyConfig:
+    """Return the configuration to open the policy of a folder with: the recipe's, and where it
+    leaves ``targets`` to the model's family those that the policy was trained with.
+
+    Raises:
+        ArtifactError, PolicyError: as ``read_policy_metadata``.
+    """
+    if config.train == "full" or config.targets:
+        return config
+    return config.model_copy(update={"targets": read_policy_metadata(folder).config.targets})
 
 
 def has_weights(folder: Path) -> bool:

@@ -118,7 +118,7 @@ def build_gradient_batch(
     sigmas = sigmas.to(device)
     latents = [
         _denoise_until_step(
-            model, conditioning.select_rows(part), keys.select_slice(part), sigmas, first_step
+            model, conditioning.select_rows(part), keys.select_samples(part), sigmas, first_step
         )
         for part in split_into_passes(group_index, passes)
     ]

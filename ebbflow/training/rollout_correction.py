@@ -20,22 +20,23 @@ from ebbflow.algorithms.correction import (
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.models.base import Conditioning, predict
-from ebbflow.recipe.stages import StageConfig, resolve_correction
-from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, build_trajectory_batch
+from ebbflow.recipe.passes import split_into_equal_passes
+from ebbflow.recipe.stages import OnlineStageConfig
+from ebbflow.training.batches import TrajectoryBatch, build_trajectory_batch
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
+from ebbflow.training.update import PolicyUpdater
 
 
 def apply_rollout_correction(
-    policy: Policy,
-    stage: StageConfig,
+    updater: PolicyUpdater,
     trajectory: Trajectory,
     conditioning: Conditioning,
     keys: SampleKeys,
     sample_index: Tensor | None = None,
-) -> tuple[CorrectedRollout, dict[str, float]]:
-    """Return the rollout as the stage's correction sees it, and the diagnostics; without a
-    correction, the rollout as it is.
+) -> tuple[Trajectory, dict[str, float]]:
+    """Return the trajectory as the stage's correction sees it, with the weight of each row and
+    which rows stay, and the diagnostics; without a correction, the trajectory as it is.
 
     Every process of an FSDP group calls it with the same arguments and gets the same result, where
     the trajectory lies; each predicts for a share of the samples.
@@ -46,21 +47,19 @@ def apply_rollout_correction(
         sample_index: integer [N], the row of ``conditioning`` of each sample; left out, it has a
             row for each of them.
     """
-    as_it_is = CorrectedRollout.without_correction(trajectory)
-    correction = resolve_correction(stage, policy.model.precision)
+    stage = updater.stage
+    assert isinstance(stage, OnlineStageConfig)
+    correction = updater.correction
     if correction is None:
-        return as_it_is, {}
+        return trajectory, {}
 
-    # Each process predicts for as many samples as the others, because under FSDP2 every pass is a
-    # collective call: the last shares begin again with the first samples.
     ranks = Ranks.current()
     num_samples = len(keys)
     num_steps = len(trajectory.steps)
-    share = math.ceil(num_samples / ranks.world)
-    my_samples = np.arange(ranks.rank * share, (ranks.rank + 1) * share) % num_samples
+    my_samples = list_predicted_samples(num_samples, ranks.world)[ranks.rank]
     my_rows = (my_samples[:, None] * num_steps + np.arange(num_steps)).flatten()
     batch = build_trajectory_batch(
-        as_it_is,
+        trajectory,
         conditioning,
         torch.zeros(num_samples),  # no loss is taken of these rows
         keys,
@@ -68,12 +67,12 @@ def apply_rollout_correction(
         my_rows,
         sample_index,
     )
-    mean, log_prob = _predict_log_probs(policy, batch, stage.micro_batch)
+    mean, log_prob = _predict_log_probs(updater.policy, batch, stage.pass_size)
     log_prob = _gather_over_ranks(log_prob, trajectory.log_probs)
 
     # Of the MEAN over the D elements of a latent; the correction knows what that means for ratios.
     delta = log_prob - trajectory.log_probs  # (N, W)
-    dims = trajectory.latents[0, 0].numel()
+    dims = trajectory.states[0, 0].numel()
     weight, keep = compute_correction(delta, dims, correction)
     diagnostics = compute_diagnostics(delta, trajectory.steps, dims) | compute_correction_metrics(
         delta, dims, correction
@@ -81,21 +80,30 @@ def apply_rollout_correction(
     metrics = {name: value.item() for name, value in diagnostics.items()}
     if correction.mode == "bypass":
         # The ratio stays against the log-probs of the rollout; only weights and rejection apply.
-        return replace(as_it_is, weight=weight, keep=keep), metrics
-    mean = _gather_over_ranks(mean, trajectory.means)
-    return CorrectedRollout(trajectory, mean, log_prob, weight, keep), metrics
+        return replace(trajectory, weight=weight, keep=keep), metrics
+    corrected = replace(trajectory, log_probs=log_prob, weight=weight, keep=keep)
+    if trajectory.means is not None:
+        corrected = replace(corrected, means=_gather_over_ranks(mean, trajectory.means))
+    return corrected, metrics
+
+
+def list_predicted_samples(num_samples: int, world: int) -> list[np.ndarray]:
+    """List the samples that each process predicts for the correction, by their positions."""
+    # As many on each process, because under FSDP2 every pass is a collective call: the last shares
+    # begin again with the first samples.
+    share = math.ceil(num_samples / world)
+    return [np.arange(rank * share, (rank + 1) * share) % num_samples for rank in range(world)]
 
 
 @torch.no_grad()
 def _predict_log_probs(
-    policy: Policy, batch: TrajectoryBatch, micro_batch: int
+    policy: Policy, batch: TrajectoryBatch, pass_size: int
 ) -> tuple[Tensor, Tensor]:
     """Return (mu [M, ...], log-prob [M]) of every row under the policy as it is now."""
     means = []
     log_probs = []
     with policy.keep_gathered():
-        for start in range(0, len(batch.inputs), micro_batch):
-            part = slice(start, start + micro_batch)
+        for part in split_into_equal_passes(len(batch.inputs), pass_size):
             velocity = predict(policy.model, *batch.inputs.model_arguments(part))
             rows = batch.build_rows(part, velocity, {})
             means.append(rows.transition.mean)

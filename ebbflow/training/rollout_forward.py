@@ -78,7 +78,7 @@ def reuse_rollout_forward(
         group_index=torch.from_numpy(group_index).to(rows.device),
         next_latents=batch.next_latents[rows],
         steps=batch.steps[rows],
-        old_mean=batch.old_mean[rows],
+        old_mean=None if batch.old_mean is None else batch.old_mean[rows],
         old_log_prob=batch.old_log_prob[rows],
         advantage=batch.advantage[rows],
         keys=batch.keys.select_samples(order),

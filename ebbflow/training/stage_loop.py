@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ebbflow.alerts import send_alert_in_background
 from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.progress import show_progress
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -108,6 +109,9 @@ class StageLoop:
         self.stop = Stop.NO
         name = f"{ctx.stage_label} {ctx.config.algorithm_name}"
         self.progress = show_progress(name, "step", total=num_steps, done=state.step, quiet=quiet)
+        self.quiet = quiet
+        # An earlier attempt has pushed those of its checkpoint.
+        self.pushed_alarms = {*state.alarms, *state.training_alarms}
 
     def iterate_steps(self) -> Iterator[int]:
         """Iterate over the steps that are left, until the last one, or the one with which the
@@ -121,7 +125,17 @@ class StageLoop:
                         self.conditions.budget_message(self.state.step, self.num_steps)
                     )
                     logger.warning("%s %s", self.ctx.stage_label, self.state.alarms[-1])
-                    return
+                    break
+        self._push_new_alarms()
+
+    def _push_new_alarms(self) -> None:
+        """Send alarms to the webhook when they ring, once, and not when the stage has ended."""
+        for alarm in (*self.state.training_alarms, *self.state.alarms):
+            if alarm not in self.pushed_alarms and not self.quiet:
+                send_alert_in_background(
+                    f"{self.ctx.recipe.name}, stage {self.ctx.stage_label}: {alarm}"
+                )
+            self.pushed_alarms.add(alarm)
 
     def finish_step(self, metrics: dict[str, float], **postfix: str) -> None:
         """Record the metrics of a step. All processes of a group finish a step together: they agree
@@ -136,6 +150,7 @@ class StageLoop:
         self.progress.set_postfix(postfix, refresh=False)
         self.progress.update()
         self.stop = self.conditions.check_after_step()
+        self._push_new_alarms()
 
     @property
     def preempted(self) -> bool:

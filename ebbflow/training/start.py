@@ -21,6 +21,7 @@ from ebbflow.training.policy_metadata import (
     METADATA,
     PolicyError,
     PolicyMetadata,
+    choose_policy_config,
     read_policy_metadata,
     require_base,
     sampling_settings,
@@ -29,20 +30,26 @@ from ebbflow.training.policy_metadata import (
 PUBLISHED = "published"
 
 
-def write_start_policy(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
+def write_start_policy(
+    recipe: Recipe, base: Path, source: Path, folder: Path, start: str | None
+) -> None:
     """Write the policy folder, version 0, of what ``policy.start`` leads to: a policy folder, or a
     LoRA file or its folder.
+
+    Args:
+        source: where it lies on this machine.
+        start: where it comes from, as the metadata call it.
 
     Raises:
         PolicyError: it is of another base or kind, or its adapters do not fit into the recipe's.
     """
-    assert recipe.policy.start
     model = open_model(recipe, base)
-    policy = Policy(model, recipe.policy, recipe.seed)
     if (source / METADATA).is_file():
         require_base(read_policy_metadata(source), base, source)
+        policy = Policy(model, choose_policy_config(recipe.policy, source), recipe.seed)
         policy.load_folder(source)
     else:
+        policy = Policy(model, recipe.policy, recipe.seed)
         policy.assign_parameters(
             convert_lora_parameters(model, recipe.policy, policy.parameters, source)
         )
@@ -51,7 +58,7 @@ def write_start_policy(recipe: Recipe, base: Path, source: Path, folder: Path) -
         recipe_digest=recipe.digest,
         config=recipe.policy,
         model=recipe.model,
-        start=recipe.policy.start.path,
+        start=start,
         **sampling_settings(recipe.evaluation),
     )
     if recipe.policy.ema:

@@ -18,6 +18,7 @@ from enum import IntEnum
 from types import FrameType
 
 from ebbflow.recipe.stages import StageConfig
+from ebbflow.resume import SIGTERM_CAME, InterruptedAttempt
 from ebbflow.training.distributed import JointExit, all_reduce_max
 from ebbflow.training.gradients import TrainingError
 
@@ -25,11 +26,8 @@ EXPIRES = "EBBFLOW_EXPIRES_AT"
 MIN_SECONDS_TO_SAVE = 60.0
 """Time that is left for saving at least, where a machine expires."""
 
-_SIGTERM = threading.Event()
-"""A SIGTERM came. Signals belong to the process, so this is no attribute of a stage."""
 
-
-class Preempted(JointExit):
+class Preempted(JointExit, InterruptedAttempt):
     """The stage stopped because its machine is taken away: names the reason, the step, and how to
     resume.
     """
@@ -111,7 +109,7 @@ class StopConditions:
         return f"ended after {step} of {num_steps} steps: {self.reason}"
 
     def _check_this_process(self) -> Stop:
-        if _SIGTERM.is_set():
+        if SIGTERM_CAME.is_set():
             self.reason = "SIGTERM"
             return Stop.LEAVE
         # Time for the next step, for those in flight, and as long as a step for saving.
@@ -136,8 +134,8 @@ def handle_sigterm() -> Iterator[None]:
     the block.
 
     A stage enters the block before it loads its models. A stage that ends by itself before it can
-    obey leaves the request to the next stage of this process, of whatever run. Signals arrive in
-    the main thread only; a block inside another does nothing.
+    obey leaves the request to the next node of this process (``take_sigterm``), of whatever run.
+    Signals arrive in the main thread only; a block inside another does nothing.
     """
     handled_already = getattr(signal.getsignal(signal.SIGTERM), "is_stage_handler", False)
     if handled_already or threading.current_thread() is not threading.main_thread():
@@ -145,7 +143,7 @@ def handle_sigterm() -> Iterator[None]:
         return
 
     def set_sigterm_event(number: int, frame: FrameType | None) -> None:
-        _SIGTERM.set()
+        SIGTERM_CAME.set()
         signal.signal(signal.SIGTERM, previous_handler)
 
     # A block inside this one sees the mark and does nothing, so that the second SIGTERM does what
@@ -156,7 +154,7 @@ def handle_sigterm() -> Iterator[None]:
         yield
     except BaseException:
         # The stage obeyed (``Preempted``) or failed: the request is over with it.
-        _SIGTERM.clear()
+        SIGTERM_CAME.clear()
         raise
     finally:
         signal.signal(signal.SIGTERM, previous_handler)

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ebbflow.algorithms.reference import compute_penalty, compute_penalty_weight
 from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.training_sigmas import list_schedule_points
 from ebbflow.models.base import predict, predict_checkpointed
-from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
+from ebbflow.recipe.stages import OnlineStageConfig, StageConfig, resolve_correction
 from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
 from ebbflow.training.distributed import Ranks, all_reduce_max, sum_over_processes
@@ -30,7 +30,11 @@ from ebbflow.training.fake_score import FakeScore
 from ebbflow.training.gradients import TrainingError, compute_gradient_norm
 from ebbflow.training.matching import MatchingBatch
 from ebbflow.training.optimizer import AnyOptimizer, build_optimizer, set_learning_rate
-from ebbflow.training.pass_results import PassResults, build_non_finite_error
+from ebbflow.training.pass_results import (
+    PassResults,
+    build_non_finite_error,
+    compute_gradient_metrics,
+)
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress
 
@@ -38,6 +42,15 @@ FIRST_LOSS_SCALE = 2.0**16
 """Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no
 step is skipped.
 """
+
+
+class Anchor(Protocol):
+    """A second loss of each optimiser step, on rows of its own."""
+
+    def add_gradient(self, updater: PolicyUpdater, scale: float) -> Tensor:
+        """Add the gradient of the weighted loss, times ``scale``, to that of the parameters, on
+        every process; return the loss without its weight, over all processes.
+        """
 
 
 class PolicyUpdater:
@@ -55,6 +68,8 @@ class PolicyUpdater:
         fake: the fake score network, where the algorithm trains one beside the policy.
         alarms: what a person should look at, a line each.
         drifted: whether the drift alarm went off.
+        correction: of the rollouts of an online stage; None for none.
+        anchor: the loss on data beside the algorithm's; None for none.
     """
 
     def __init__(
@@ -85,6 +100,9 @@ class PolicyUpdater:
         self.algorithm = find_algorithm(stage.algorithm)
         # Any: the kind of the algorithm says which class they have (``config_class``).
         self.hyper: Any = stage.hyper_parameters
+        self.correction = resolve_correction(stage, policy.model.precision)
+        # Of prompt sets that have teachers of their own.
+        self.teacher_copies = sorted(map(teacher_copy_name, getattr(self.hyper, "teachers", {})))
         _require_drawable_sigmas(policy, stage)
         self.optimizer: AnyOptimizer = optimizer or build_optimizer(policy, stage.optimizer)
         lr_factor = stage.algorithm_kind.fake_score_lr_factor(self.hyper)
@@ -102,6 +120,8 @@ class PolicyUpdater:
         self.drift = 0.0
         self.alarms: list[str] = []
         self.drifted = False
+        self.anchor: Anchor | None = None
+        self.anchor_loss = torch.zeros(())
         self.start_rollout()
 
     @property
@@ -164,26 +184,45 @@ class PolicyUpdater:
                 are as they were.
         """
         slices = split_into_passes(batch.group_index, passes)
-        num_rows = torch.tensor(len(batch.inputs), device=batch.weight.device)
-        total = int(sum_over_processes(num_rows))
-        teacher_rows = self._find_teacher_rows(batch, prompt_sets) if prompt_sets else {}
+        total = len(batch.inputs)
+        if Ranks.current().world > 1:
+            total = int(sum_over_processes(torch.tensor(total, device=batch.weight.device)))
+        teacher_rows: Mapping[str, Tensor] = {}
+        if self.teacher_copies and prompt_sets:
+            teacher_rows = self._find_teacher_rows(batch, prompt_sets)
 
         # Gradients of the mean loss. In float16 they may overflow: then all passes are repeated
         # with half the loss scale, on the same rows, so that a step is slower but never skipped. A
         # loss that is not finite itself is no overflow, and no scale helps.
         while True:
             results = self._run_passes(batch, slices, total, teacher_rows)
-            means = results.average_metrics(total)
             norm = compute_gradient_norm(self.policy)
+            means, norm_value, first_norm = results.read_numbers(norm, total)
             loss_is_finite = all(map(math.isfinite, means.values()))
-            if torch.isfinite(norm) or not loss_is_finite or self.loss_scale <= 1:
+            if math.isfinite(norm_value) or not loss_is_finite or self.loss_scale <= 1:
                 break
             self.loss_scale /= 2
 
         # The guard stands before the optimiser step: afterwards parameters and moments would be
         # spoilt. Norm and means are the same on every process, so all of them stop here together.
-        if not (torch.isfinite(norm) and loss_is_finite):
+        if not (math.isfinite(norm_value) and loss_is_finite):
             raise build_non_finite_error(results, batch, means, norm, self.policy)
+        self._take_optimizer_step(norm)
+        # Not every update measures the drift; those that do not report the last value.
+        self.drift = means.setdefault("velocity_drift", self.drift)
+        # Processes that share the tokens of a row have all counted it.
+        num_distinct_rows = total // self.policy.context_parallel
+        return (
+            means
+            | results.average_teacher_metrics(teacher_rows)
+            | compute_gradient_metrics(norm_value, first_norm, passes, num_distinct_rows)
+            | {"lr": self.optimizer.param_groups[0]["lr"]}
+            | ({"anchor/loss": float(self.anchor_loss)} if self.anchor else {})
+            | self._check_drift(self.drift)
+        )
+
+    def _take_optimizer_step(self, norm: Tensor) -> None:
+        """Clip the gradients, change the parameters, and let the copies that follow them follow."""
         torch.nn.utils.clip_grads_with_norm_(
             self.policy.parameters.values(), self.stage.optimizer.max_grad_norm, norm
         )
@@ -198,30 +237,14 @@ class PolicyUpdater:
         ema = self.policy.config.ema
         if ema:
             self.policy.blend_copy("ema", ema.decay_after_step(self.version + self.updates))
-        # Not every update measures the drift; those that do not report the last value.
-        self.drift = means.setdefault("velocity_drift", self.drift)
-        # Processes that share the tokens of a row have all counted it.
-        num_distinct_rows = total // self.policy.context_parallel
-        return (
-            means
-            | results.average_teacher_metrics(teacher_rows)
-            | results.compute_gradient_metrics(norm, passes, num_distinct_rows)
-            | {"lr": self.optimizer.param_groups[0]["lr"]}
-            | self._check_drift(self.drift)
-        )
 
     def _find_teacher_rows(
         self, batch: RowBatch, prompt_sets: Mapping[int, str]
     ) -> dict[str, Tensor]:
-        """Return the rows that each teacher teaches, by its copy, where prompt sets have their own;
-        nothing where one teaches all.
+        """Return the rows that each teacher teaches, by its copy, where prompt sets have their own.
 
         Example: {"teacher:glyphs": tensor([0, 1, 4]), "teacher:scenes": tensor([2, 3])}
         """
-        prefix = teacher_copy_name("")
-        copies = sorted(copy for copy in self.policy.copies if copy.startswith(prefix))
-        if not copies:
-            return {}
         teachers = [teacher_copy_name(prompt_sets[i]) for i in batch.keys.prompt_ids]
         return {
             copy: torch.tensor(
@@ -229,7 +252,7 @@ class PolicyUpdater:
                 dtype=torch.int64,
                 device=batch.weight.device,
             )
-            for copy in copies
+            for copy in self.teacher_copies
         }
 
     def _run_passes(
@@ -275,6 +298,8 @@ class PolicyUpdater:
             # in the first, because its norm alone is needed below.
             self.policy.set_gradient_reduction(part in (slices[0], slices[-1]))
             (loss.sum() * weight).backward()
+            if part in (slices[0], slices[-1]):
+                self.policy.average_gradients()
             results.add_pass(loss, metrics, velocity)
             if base_velocity is not None:
                 results.add_drift(velocity, base_velocity, part.start, drift_stride)
@@ -283,6 +308,10 @@ class PolicyUpdater:
                 norm = compute_gradient_norm(self.policy, self.loss_scale)
                 num_rows = sum_over_processes(loss.new_tensor(len(loss)))
                 results.first_norm = norm * total / num_rows
+        if self.anchor:
+            self.policy.set_gradient_reduction(True)
+            self.anchor_loss = self.anchor.add_gradient(self, self.loss_scale)
+            self.policy.average_gradients()
         if self.loss_scale != 1:
             torch._foreach_div_(
                 [p.grad for p in self.policy.parameters.values() if p.grad is not None],

@@ -2,7 +2,7 @@
 again from the stored scores.
 
 Digests are tags of the version; the files are artifacts of it. A person who can change both
-consistently is not detected.
+consistently is not detected, unless versions are signed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,36 +20,51 @@ from mlflow.entities.model_registry import ModelVersion
 
 from ebbflow.data.prompts import read_prompts
 from ebbflow.evaluation.distribution import average_per_prompt
-from ebbflow.evaluation.gate import decide_by_gate
+from ebbflow.evaluation.gate import Anchor, decide_by_gate
+from ebbflow.evaluation.gate_scores import combine_rewards, refuse_unequal_scores
+from ebbflow.evaluation.pinned_policy import hold_to_gate_policy
 from ebbflow.recipe.base import iter_leaves, sanitize_text
 from ebbflow.recipe.plugins import list_disallowed_paths
-from ebbflow.recipe.rewards import RewardConfig
+from ebbflow.registry.download import download_version
 from ebbflow.registry.lock import CHAMPION, find_version_by_alias
+from ebbflow.registry.lookup import find_named_version
 from ebbflow.registry.model_version import (
+    BASE_DIGEST,
     BASE_STORED,
     MODEL_FILES_DIGEST,
     POLICY_DIGEST,
     compute_model_files_digest,
+    list_bytecode,
 )
 from ebbflow.registry.promotion import (
-    BASE_DIGEST,
     COMPARED_WITH,
     DECISION,
     NO_CHAMPION,
     REPLACES,
-    download_version,
-    find_named_version,
-    format_decision_tag,
+    ROLLED_BACK,
+    describe_promotion,
+    says_decision,
 )
-from ebbflow.registry.serving import find_base_folder
+from ebbflow.registry.signing import (
+    PROMOTION,
+    VERIFY_KEYS,
+    SignatureError,
+    require_signature,
+)
+from ebbflow.registry.trained_prompts import TRAINING_STORED, TRAINING_TABLE
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.identity import list_code
-from ebbflow.tracking.store import connect_to_store
+from ebbflow.storage.tables import count_rows, read_table
+from ebbflow.tracking.store import RUN, connect_to_store
 from ebbflow.training.policy_metadata import read_policy_metadata
 from ebbflow.verification import evidence as stored
+from ebbflow.verification.adoption import ADOPTED_CHECKS, find_adoption
+from ebbflow.verification.compared import find_compared_policy
 from ebbflow.verification.comparison import compare_pictures, compare_scores
 from ebbflow.verification.version import (
     OLDER,
+    ChangedFileError,
+    Check,
     CheckFailedError,
     NotStoredError,
     RegisteredVersion,
@@ -62,25 +77,6 @@ from ebbflow.verification.version import (
 LIBRARY = Path(__file__).parents[1]
 ROUNDING = 1e-9
 """Relative difference that sums of the same scores may have on another machine."""
-
-Status = Literal["ok", "FAILED", "not stored"]
-
-
-class Check(NamedTuple):
-    """The outcome of one check, a line for a person.
-
-    Example::
-
-        Check("policy", "ok", "3f9a1c2b4d5e")
-        Check("base model", "not stored", "the version references its base model, ...")
-    """
-
-    name: str
-    status: Status
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.status:<10}  {self.name:<16}  {self.detail}"
 
 
 def verify_version(
@@ -104,11 +100,11 @@ def verify_version(
     with tempfile.TemporaryDirectory(prefix="ebbflow-verify-") as folder:
         model = download_version(tracking_uri, version.name, str(version.version), Path(folder))
         registered = RegisteredVersion(version, model, is_champion)
-        checks = list(_run_checks(CHECKS, registered))
+        checks = mark_adopted_checks(version, _run_checks(CHECKS, registered))
         if again:
-            checks += _generate_and_compare(
-                registered, checks, Path(folder) / "again.parquet", allowed_code
-            )
+            scratch = Path(folder) / "again"
+            scratch.mkdir()
+            checks += _generate_and_compare(registered, tracking_uri, checks, scratch, allowed_code)
     return version, checks
 
 
@@ -121,11 +117,28 @@ def _run_checks(
         except NotStoredError as reason:
             yield Check(name, "not stored", str(reason))
         except CheckFailedError as reason:
-            yield Check(name, "FAILED", str(reason))
+            yield Check(name, "FAILED", str(reason), isinstance(reason, ChangedFileError))
         # Files that somebody changed can fail anywhere, and that is what is looked for. The text
         # may quote such a file, so it is cut and freed of control characters.
         except Exception as error:
             yield Check(name, "FAILED", sanitize_text(f"{type(error).__name__}: {error}", 300))
+
+
+def mark_adopted_checks(version: ModelVersion, checks: Iterable[Check]) -> list[Check]:
+    """Mark the failed checks of rules and records that a person has adopted with the version."""
+    adoption = find_adoption(version)
+    if adoption is None:
+        return list(checks)
+    by = sanitize_text(f"{adoption.who} adopted it on {adoption.when}: {adoption.why}", 300)
+    return [
+        check._replace(status="adopted", detail=f"{by} (here: {check.detail})")
+        if check.status == "FAILED"
+        and not check.is_changed
+        and check.name in ADOPTED_CHECKS
+        and check.name in adoption.failed
+        else check
+        for check in checks
+    ]
 
 
 def _check_policy(registered: RegisteredVersion) -> str:
@@ -146,7 +159,24 @@ def _check_policy(registered: RegisteredVersion) -> str:
     return compare_digests(digest, registered.require_tag(POLICY_DIGEST))
 
 
+def _check_signature(registered: RegisteredVersion) -> str:
+    try:
+        key = require_signature(registered.version, registered.champion)
+    except SignatureError as error:
+        raise CheckFailedError(str(error)) from None
+    if key is None:
+        raise NotStoredError(f"no key is configured ({VERIFY_KEYS}), so nobody is asked for one")
+    return f"by the key {key}"
+
+
 def _check_model_files(registered: RegisteredVersion) -> str:
+    bytecode = list_bytecode(registered.model)
+    if bytecode:
+        # Even where it is Python's own: what is in it cannot be told, and it would run.
+        raise CheckFailedError(
+            f"{len(bytecode)} files of bytecode, first {bytecode[0]}, which Python runs instead of"
+            " the sources; delete them, and verify the version again"
+        )
     return compare_digests(
         compute_model_files_digest(registered.model), registered.require_tag(MODEL_FILES_DIGEST)
     )
@@ -173,7 +203,8 @@ def _check_rewards(registered: RegisteredVersion) -> str:
         # Not evaluated_rewards: to learn whether a reward compares, that would import the code
         # which the version names.
         configs = [one for one in registered.recipe.rewards if one.column in table.column_names]
-        total = np.sum([_compute_weighted_scores(table, config) for config in configs], axis=0)
+        columns = {config.column: read_column(table, config.column) for config in configs}
+        total = combine_rewards(configs, columns, _read_sources(table))
         # A sample that was not scored has NaN in both.
         equal = np.isclose(total, read_column(table, "reward"), ROUNDING, ROUNDING, equal_nan=True)
         wrong = int((~equal).sum())
@@ -181,15 +212,18 @@ def _check_rewards(registered: RegisteredVersion) -> str:
             raise CheckFailedError(
                 f"{wrong} rewards of the {side} are not the weighted sum of their scores"
             )
+    weights = stored.compute_weights_digest(registered.read_evaluation("candidate"))
+    if registered.require_tag(stored.REWARD_WEIGHTS_DIGEST) != weights:
+        raise CheckFailedError("the gate's record names other weights of the rewards than the tag")
     return detail
 
 
-def _compute_weighted_scores(table: pa.Table, config: RewardConfig) -> np.ndarray:
-    """Compute the weighted scores of a trained reward; 0 for prompts that it does not score."""
-    scores = config.weight * read_column(table, config.column)
-    if not config.prompts:
-        return scores
-    return np.where([config.applies_to(name) for name in table["source"].to_pylist()], scores, 0.0)
+def _read_sources(table: pa.Table) -> list[str]:
+    """Return the prompt set of every sample; tables of older versions have none."""
+    if "source" not in table.column_names:
+        return [""] * table.num_rows
+    sources: list[str] = table["source"].to_pylist()
+    return sources
 
 
 def _check_prompts(registered: RegisteredVersion) -> str:
@@ -219,6 +253,18 @@ def _check_prompts(registered: RegisteredVersion) -> str:
                     f" {prompt.prompt_id}"
                 )
     return f"{detail}, {len(prompts)} held out"
+
+
+def _check_training_prompts(registered: RegisteredVersion) -> str:
+    # The tag stays with the version, so that a deleted table does not pass for a large one.
+    if registered.require_tag(TRAINING_STORED) != "true":
+        raise NotStoredError(
+            "the table was too large to be stored; its digest is the tag"
+            f" {stored.TAGS[TRAINING_TABLE]}"
+        )
+    detail = check_file(registered, TRAINING_TABLE)
+    num_prompts = count_rows(registered.find_file(TRAINING_TABLE))
+    return f"{detail}, {num_prompts} trained on"
 
 
 def _check_code(registered: RegisteredVersion) -> str:
@@ -264,7 +310,7 @@ def _check_gate(registered: RegisteredVersion) -> str:
     decision = registered.decision
     sides = {side: registered.read_evaluation(side) for side in stored.SIDES}
     # The tag is what a reader sees in MLflow's UI, so it must say what the stored decision says.
-    if registered.require_tag(DECISION) != format_decision_tag(decision):
+    if not says_decision(registered.require_tag(DECISION), decision):
         raise CheckFailedError(f"the tag {DECISION} is not the stored decision")
     # Against its own start a run decides without a champion, and then the label is the run's.
     compared = registered.require_tag(COMPARED_WITH)
@@ -273,14 +319,27 @@ def _check_gate(registered: RegisteredVersion) -> str:
             f"the decision is about {decision.champion!r}, the tag {COMPARED_WITH} says"
             f" {compared!r}"
         )
+    anchor = None
+    if decision.anchor:
+        check_file(registered, stored.ANCHOR)
+        anchor = Anchor(decision.anchor, read_table(registered.find_file(stored.ANCHOR)))
+    scores = registered.read_scores("candidate"), registered.read_scores("champion")
     decided_again = decide_by_gate(
         registered.recipe,
         sides["candidate"],
         sides["champion"],
-        registered.read_scores("candidate"),
-        registered.read_scores("champion"),
+        *scores,
+        look=decision.look,
+        anchor=anchor,
+        promoted_reward=decision.promoted_reward,
     )
-    differing = _find_differing_values(decision.model_dump(), decided_again.model_dump())
+    decided_again = refuse_unequal_scores(decided_again, *scores)
+    decided_again = hold_to_gate_policy(registered.recipe, decided_again, decision.policy)
+    # An earlier Ebbflow did not decide about fields that came later.
+    fields = decision.model_fields_set
+    differing = _find_differing_values(
+        decision.model_dump(include=fields), decided_again.model_dump(include=fields)
+    )
     if differing:
         raise CheckFailedError(
             f"decided again from the stored scores, {', '.join(differing[:3])} differ: promote ="
@@ -314,9 +373,14 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _check_alias(registered: RegisteredVersion) -> str:
-    """Check that a champion is a version that the gate let through and that a promotion or a
-    rollback moved the alias to it.
+    """Check that a version was not rolled back, and that a champion is one that the gate let
+    through and that a promotion or a rollback moved the alias to it.
     """
+    rolled_back = registered.tags.get(ROLLED_BACK)
+    if rolled_back:
+        raise CheckFailedError(
+            f"the version was champion and has been rolled back ({sanitize_text(rolled_back, 80)})"
+        )
     if not registered.champion:
         return f"the version is not {CHAMPION}"
     # A long decision is cut to the length of a tag and no longer whole JSON: read its beginning.
@@ -325,21 +389,35 @@ def _check_alias(registered: RegisteredVersion) -> str:
         raise CheckFailedError(
             f"the alias {CHAMPION} points to this version, which the gate refused"
         )
-    # Anyone can move an alias in MLflow's UI; only Ebbflow's own moves leave this tag.
-    if REPLACES not in registered.tags:
+    # Anyone can move an alias in MLflow's UI; only Ebbflow's own moves leave these tags.
+    if REPLACES not in registered.tags or PROMOTION not in registered.tags:
         raise CheckFailedError(
             f"neither a promotion nor a rollback moved the alias {CHAMPION} to this version"
+        )
+    version = str(registered.version.version)
+    expected = describe_promotion(version, registered.tags[REPLACES], registered.tags)
+    if registered.tags[PROMOTION] != expected:
+        raise CheckFailedError(
+            f"the tag {PROMOTION} is not the promotion of this version and its gate's record:"
+            f" {sanitize_text(registered.tags[PROMOTION], 200)}"
+        )
+    if registered.version.run_id != registered.tags.get(RUN):
+        raise CheckFailedError(
+            f"the version was made by run {registered.version.run_id}, and its tag {RUN} names"
+            f" {sanitize_text(registered.tags.get(RUN, 'none'), 40)}"
         )
     return f"{CHAMPION}, and the gate let it through"
 
 
 CHECKS: dict[str, Callable[[RegisteredVersion], str]] = {
+    "signature": _check_signature,
     "model files": _check_model_files,
     "policy": _check_policy,
     "base model": _check_base,
     "recipe": lambda version: check_file(version, stored.RECIPE),
     "rewards": _check_rewards,
     "prompts": _check_prompts,
+    "training prompts": _check_training_prompts,
     "code": _check_code,
     "candidate scores": _build_scores_check("candidate"),
     "champion scores": _build_scores_check("champion"),
@@ -349,20 +427,32 @@ CHECKS: dict[str, Callable[[RegisteredVersion], str]] = {
 """What is checked without generating anything: each gives the detail of its line, or raises."""
 
 
+ESSENTIAL = ("policy", "gate")
+"""The checks without which nothing is known of a version."""
+
+
 def _generate_and_compare(
-    registered: RegisteredVersion, checks: list[Check], path: Path, allowed_code: Collection[str]
+    registered: RegisteredVersion,
+    tracking_uri: str,
+    checks: list[Check],
+    scratch: Path,
+    allowed_code: Collection[str],
 ) -> Iterator[Check]:
-    """Generate the held-out samples again with the stored policy, and compare them. What did not
-    verify is not loaded.
+    """Generate the held-out samples of both sides again, and compare them. What did not verify is
+    not loaded.
     """
-    inputs = ("model files", "policy", "base model", "recipe", "rewards", "prompts")
+    inputs = ("signature", "model files", "policy", "base model", "recipe", "rewards", "prompts")
     failed = [check.name for check in checks if check.name in inputs and check.status == "FAILED"]
     if failed:
         yield Check("samples again", "FAILED", f"not generated, because of {', '.join(failed)}")
         return
+    paths = {side: scratch / f"{side}.parquet" for side in stored.SIDES}
+
+    def find_champion_again(registered: RegisteredVersion) -> str:
+        return find_compared_policy(registered, tracking_uri, scratch)
 
     def generate_samples(registered: RegisteredVersion) -> str:
-        from ebbflow.evaluation.evaluate import evaluate_folder  # imports torch
+        from ebbflow.verification.generation import generate_sides  # imports torch
 
         # Before ``evaluated_recipe`` is read, which imports the code that the version names.
         foreign = list_disallowed_paths(registered.named_code, allowed_code)
@@ -371,23 +461,22 @@ def _generate_and_compare(
                 f"the version names code to run, {foreign[0]}; if you trust it, give --allow-code"
                 f" {foreign[0]}"
             )
-        prompts = registered.find_file(stored.PROMPT_TABLE)
-        evaluation = evaluate_folder(
-            registered.evaluated_recipe,
-            find_base_folder(registered.data),
-            registered.data / "policy",
-            prompts,
-            "again",
-            path,
-        )
-        return f"generated and scored in {sum(evaluation.seconds.values()):.1f} s"
+        return generate_sides(registered, scratch, paths)
 
     comparisons: dict[str, Callable[[RegisteredVersion], str]] = {
-        "pictures again": lambda version: compare_pictures(version, path),
-        "scores again": lambda version: compare_scores(version, path),
+        "pictures again": lambda version: compare_pictures(version, "candidate", paths),
+        "scores again": lambda version: compare_scores(version, "candidate", paths),
+        "champion pictures": lambda version: compare_pictures(version, "champion", paths),
+        "champion scores again": lambda version: compare_scores(version, "champion", paths),
     }
+    (champion,) = _run_checks({"champion again": find_champion_again}, registered)
     (generated,) = _run_checks({"samples again": generate_samples}, registered)
     # Without samples there is nothing to compare, and one line says why.
-    yield generated
+    yield from (champion, generated)
     if generated.status == "ok":
-        yield from _run_checks(comparisons, registered)
+        drawn = {
+            name: check
+            for name, check in comparisons.items()
+            if champion.status == "ok" or not name.startswith("champion")
+        }
+        yield from _run_checks(drawn, registered)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from ebbflow.data.images import decode_pngs
+from ebbflow.data.images import decode_pngs, encode_pngs
 from ebbflow.data.schema import KEY
+from ebbflow.evaluation.gate_scores import PICTURE_DIGEST, compute_picture_digests
 from ebbflow.storage.tables import read_table
 from ebbflow.verification import evidence as stored
 from ebbflow.verification.version import (
@@ -18,24 +21,45 @@ from ebbflow.verification.version import (
     read_column,
 )
 
+EARLIER_COMPRESSION = 6
+"""Level of zlib of the pictures that versions from before it was lowered were decided with."""
 
-def compare_pictures(registered: RegisteredVersion, path: Path) -> str:
-    """Compare the pictures of the samples in ``path`` with the candidate's, by their digests.
+
+def compare_pictures(registered: RegisteredVersion, side: str, paths: Mapping[str, Path]) -> str:
+    """Compare the pictures of the samples of a side that were drawn again with the stored digests:
+    by their pixels, as the level of compression of the files differs between versions.
 
     Raises:
         CheckFailedError: some differ; it says by how much.
     """
-    rows = stored.select_held_out(read_table(path))
-    digests_then = stored.index_by_key(registered.read_scores("candidate"), stored.PICTURE_DIGEST)
+    rows = stored.select_held_out(read_table(paths[side]))
+    digests_then = stored.index_by_key(registered.read_scores(side), PICTURE_DIGEST)
     # The rows of an index are in the order of the table, as the digests are.
     digests_now = dict(
-        zip(stored.index_by_key(rows, "image"), stored.compute_picture_digests(rows), strict=True)
+        zip(stored.index_by_key(rows, "image"), compute_picture_digests(rows), strict=True)
     )
-    differing = [key for key in digests_now if digests_now[key] != digests_then.get(key)]
-    if not differing:
+    other_bytes = [key for key in digests_now if digests_now[key] != digests_then.get(key)]
+    if not other_bytes:
         return f"all {len(digests_now)} have the same bytes"
-    distance = _measure_picture_difference(registered, rows, differing)
+    pictures = stored.index_by_key(rows, "image")
+    differing = [
+        key
+        for key in other_bytes
+        if _compute_earlier_digest(pictures[key]) != digests_then.get(key)
+    ]
+    if not differing:
+        return f"all {len(digests_now)} have the same pixels"
+    # Only the candidate's pictures are stored.
+    distance = ""
+    if side == "candidate":
+        distance = _measure_picture_difference(registered, rows, differing)
     raise CheckFailedError(f"{len(differing)} of {len(digests_now)} differ{distance}")
+
+
+def _compute_earlier_digest(picture: bytes) -> str:
+    """Compute the sha256 of the file that an earlier version would have made of the same pixels."""
+    (file,) = encode_pngs(decode_pngs([picture]), EARLIER_COMPRESSION)
+    return hashlib.sha256(file).hexdigest()
 
 
 def _measure_picture_difference(
@@ -57,15 +81,15 @@ def _measure_picture_difference(
     return f": by up to {largest} of 255 in a pixel, by {average:.3g} on average"
 
 
-def compare_scores(registered: RegisteredVersion, path: Path) -> str:
-    """Compare all scores of the samples in ``path`` with the candidate's stored ones.
+def compare_scores(registered: RegisteredVersion, side: str, paths: Mapping[str, Path]) -> str:
+    """Compare all scores of the samples of a side that were drawn again with the stored ones.
 
     Raises:
         CheckFailedError: some differ, or a reward cannot run on this machine.
     """
     by_key = [(name, "ascending") for name in KEY]
-    table_then = registered.read_scores("candidate").sort_by(by_key)
-    table_now = stored.select_held_out(read_table(path)).sort_by(by_key)
+    table_then = registered.read_scores(side).sort_by(by_key)
+    table_now = stored.select_held_out(read_table(paths[side])).sort_by(by_key)
     names = [field.name for field in table_then.schema if pa.types.is_floating(field.type)]
     missing = [name for name in names if name not in table_now.column_names]
     if missing:

@@ -20,7 +20,9 @@ import pyarrow.compute as pc
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.data.schema import KEY, PROMPTS, SAMPLE_KEY
+from ebbflow.evaluation.gate_scores import PICTURE_DIGEST, compute_picture_digests
 from ebbflow.recipe import Recipe
+from ebbflow.registry.trained_prompts import TRAINING_STORED, TRAINING_TABLE
 from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.tables import read_table, write_table
 
@@ -31,12 +33,16 @@ PROMPT_TABLE = "prompts.parquet"
 GATE = "gate.json"
 PICTURES = "pictures.parquet"
 SCORES = {side: f"{side}.parquet" for side in SIDES}
+ANCHOR = "anchor.parquet"
+"""Scores of the anchor, where the candidate was compared with one."""
 TAGS = {
     RECIPE: "ebbflow.recipe_file_digest",
     CODE: "ebbflow.code_digest",
     PROMPT_TABLE: "ebbflow.prompts_digest",
+    TRAINING_TABLE: "ebbflow.training_prompts_digest",
     SCORES["candidate"]: "ebbflow.candidate_scores_digest",
     SCORES["champion"]: "ebbflow.champion_scores_digest",
+    ANCHOR: "ebbflow.anchor_scores_digest",
     GATE: "ebbflow.gate_digest",
     PICTURES: "ebbflow.pictures_digest",
 }
@@ -44,9 +50,10 @@ TAGS = {
 REWARDS_DIGEST = "ebbflow.rewards_digest"
 REWARD_KEYS = ("rewards", "guardrails", "max_failed_share")
 """Sections of the recipe that say how samples are scored; they have a digest of their own."""
-PICTURE_DIGEST = "image_sha256"
-"""The column of a table of scores that stands for the pictures."""
 PICTURE_TABLE = pa.schema([*SAMPLE_KEY, pa.field("image", pa.binary(), nullable=False)])
+REWARD_WEIGHTS_DIGEST = "ebbflow.reward_weights_digest"
+MAX_STORED_PROMPTS = 2**26
+"""Bytes up to which the table of training prompts is stored; of more, only its sha256 is."""
 MAX_STORED_PICTURES = 2**26
 """Bytes up to which the candidate's held-out pictures are stored; of more, only their sha256 is."""
 
@@ -71,6 +78,7 @@ class GateInputs:
             ``SIDES``.
         prompts: the prompt table of the run.
         code: the code that decided (``ebbflow.storage.identity.list_code``).
+        anchor: the samples of the anchor; None where there was none besides the champion.
     """
 
     recipe: Recipe
@@ -79,6 +87,7 @@ class GateInputs:
     samples: Mapping[str, Path]
     prompts: Path
     code: str
+    anchor: Path | None = None
 
 
 def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
@@ -89,11 +98,14 @@ def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
     folder.mkdir(parents=True)
     (folder / RECIPE).write_text(inputs.recipe.canonical_json)
     (folder / CODE).write_text(inputs.code)
-    # The gate decides from held-out prompts; prompts of training can be millions.
     prompts = read_table(inputs.prompts, PROMPTS)
-    write_prompts(prompts.filter(pc.not_equal(prompts["split"], "train")), folder / PROMPT_TABLE)
+    is_training = pc.equal(prompts["split"], "train")
+    write_prompts(prompts.filter(pc.invert(is_training)), folder / PROMPT_TABLE)
+    write_prompts(prompts.filter(is_training), folder / TRAINING_TABLE)
     for side, path in inputs.samples.items():
         _write_scores(folder / SCORES[side], read_table(path))
+    if inputs.anchor:
+        _write_scores(folder / ANCHOR, read_table(inputs.anchor))
     _write_pictures(folder / PICTURES, read_table(inputs.samples["candidate"]))
     records = {side: evaluation.model_dump() for side, evaluation in inputs.evaluations.items()}
     gate = records | {"decision": inputs.decision.model_dump()}
@@ -101,7 +113,15 @@ def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
     tags = {
         tag: sha256_of_file(folder / file) for file, tag in TAGS.items() if (folder / file).exists()
     }
-    return tags | {REWARDS_DIGEST: compute_rewards_digest(json.loads(inputs.recipe.canonical_json))}
+    # The gate decides from held-out prompts alone. Those of training can be millions, with images.
+    is_stored = (folder / TRAINING_TABLE).stat().st_size <= MAX_STORED_PROMPTS
+    if not is_stored:
+        (folder / TRAINING_TABLE).unlink()
+    return tags | {
+        TRAINING_STORED: str(is_stored).lower(),
+        REWARDS_DIGEST: compute_rewards_digest(json.loads(inputs.recipe.canonical_json)),
+        REWARD_WEIGHTS_DIGEST: compute_weights_digest(inputs.evaluations["candidate"]),
+    }
 
 
 def compute_rewards_digest(recipe: Mapping[str, Any]) -> str:
@@ -112,9 +132,10 @@ def compute_rewards_digest(recipe: Mapping[str, Any]) -> str:
     ).hexdigest()
 
 
-def compute_picture_digests(samples: pa.Table) -> list[str]:
-    """Compute the sha256 of every picture of an evaluation, in the order of its rows."""
-    return [hashlib.sha256(picture).hexdigest() for picture in samples["image"].to_pylist()]
+def compute_weights_digest(evaluation: Evaluation) -> str:
+    """Compute the sha256 of what the rewards of an evaluation were loaded from."""
+    text = json.dumps(evaluation.reward_weights, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def select_held_out(samples: pa.Table) -> pa.Table:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +15,8 @@ from mlflow.entities.model_registry import ModelVersion
 from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import sanitize_text
-from ebbflow.registry.model_version import EVIDENCE
-from ebbflow.registry.promotion import find_data_folder
+from ebbflow.registry.download import find_data_folder
+from ebbflow.registry.model_version import CLEANED, EVIDENCE
 from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy_metadata import list_named_code
@@ -25,8 +25,36 @@ from ebbflow.verification import evidence as stored
 OLDER = "the version was registered before Ebbflow stored it"
 
 
+Status = Literal["ok", "FAILED", "not stored", "adopted"]
+
+
+class Check(NamedTuple):
+    """The outcome of one check, a line for a person.
+
+    Example::
+
+        Check("policy", "ok", "3f9a1c2b4d5e")
+        Check("base model", "not stored", "the version references its base model, ...")
+
+    Attributes:
+        is_changed: whether it failed because a file is missing or not what was registered.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    is_changed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.status:<10}  {self.name:<16}  {self.detail}"
+
+
 class CheckFailedError(Exception):
     """What a check compares differs; the message says how."""
+
+
+class ChangedFileError(CheckFailedError):
+    """A file is missing, or is not the one that was registered."""
 
 
 class NotStoredError(Exception):
@@ -63,6 +91,9 @@ class RegisteredVersion:
 
     @cached_property
     def data(self) -> Path:
+        when = self.tags.get(CLEANED)
+        if when:
+            raise NotStoredError(f"`ebbflow clean` has deleted the weights ({when})")
         return find_data_folder(self.model)
 
     @property
@@ -79,7 +110,7 @@ class RegisteredVersion:
         if path.is_file() and not path.is_symlink():
             return path
         if self.has_evidence:
-            raise CheckFailedError(f"{EVIDENCE}/{name} is missing")
+            raise ChangedFileError(f"{EVIDENCE}/{name} is missing")
         raise NotStoredError(OLDER)
 
     def require_tag(self, name: str) -> str:
@@ -166,10 +197,10 @@ def compare_digests(digest: str, expected: str) -> str:
     """Return the digest, shortened for a person, if it is the expected one.
 
     Raises:
-        CheckFailedError: it is another.
+        ChangedFileError: it is another.
     """
     if digest != expected:
-        raise CheckFailedError(
+        raise ChangedFileError(
             f"sha256 {shorten_digest(digest)}, registered was {shorten_digest(expected)}"
         )
     return shorten_digest(digest)

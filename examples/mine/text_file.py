@@ -9,7 +9,7 @@ from ebbflow.data.records import TrackedRun
 
 
 class TextFile:
-    """A line per step: ``12 train/reward=0.31``."""
+    """A line per step: ``12 reward/train=0.31``."""
 
     package = None  # needs nothing that Ebbflow does not install
 

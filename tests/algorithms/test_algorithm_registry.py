@@ -170,9 +170,11 @@ def part_of(rows, part):
     if isinstance(rows, MatchingRows):
         names = ("latents", "sigma", "velocity", "noised", "noised_sigma", "advantage")
         return MatchingRows(copies=copies, **{name: getattr(rows, name)[part] for name in names})
-    names = ("log_prob", "old_mean", "old_log_prob", "advantage")
+    names = ("log_prob", "old_log_prob", "advantage")
     rest = {name: getattr(rows, name)[part] for name in names}
-    return TrajectoryRows(transition=part_of(rows.transition, part), copies=copies, **rest)
+    old_mean = None if rows.old_mean is None else rows.old_mean[part]
+    transition = part_of(rows.transition, part)
+    return TrajectoryRows(transition=transition, old_mean=old_mean, copies=copies, **rest)
 
 
 @every

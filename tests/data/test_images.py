@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -13,7 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
-from ebbflow.data.images import decode_pngs, encode_pngs
+from ebbflow.data.images import (
+    decode_pngs,
+    encode_pngs,
+    iterate_png_chunks,
+    load_condition_image,
+)
 
 FEW = st.integers(1, 4)
 VIDEOS = arrays.arrays(
@@ -69,9 +75,24 @@ def test_images_are_plain_pngs_byte_for_byte() -> None:
     images = np.random.default_rng(0).integers(0, 256, (3, 6, 8, 3), np.uint8)
     for image, png in zip(images, encode_pngs(images), strict=True):
         buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, format="PNG")
+        Image.fromarray(image).save(buffer, format="PNG", compress_level=1)
         assert png == buffer.getvalue()
         assert chunks(png) == [b"IHDR", b"IDAT", b"IEND"]
+
+
+def test_samples_are_compressed_at_the_fastest_level_and_images_to_edit_keep_theirs() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (1, 6, 8, 3), np.uint8)
+    (sample,) = encode_pngs(image)
+    condition = load_condition_image(sample, Path())
+    # The two bits after the first byte of a zlib stream name its level (RFC 1950): 0 the fastest,
+    # 2 the usual one.
+    assert [read_pixel_data(png)[1] >> 6 for png in (sample, condition)] == [0, 2]
+
+
+def read_pixel_data(png: bytes) -> bytes:
+    """Return the data of the first IDAT chunk."""
+    chunk = next(data for name, data in iterate_png_chunks(png) if name == b"IDAT")
+    return chunk[8:-4]
 
 
 def test_videos_of_any_memory_layout_are_the_same_video() -> None:

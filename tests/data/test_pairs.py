@@ -142,7 +142,7 @@ def test_prompts_are_read_alone_and_other_columns_are_named(tmp_path):
 
 def test_the_same_picture_written_twice_is_a_tie(tmp_path):
     buffer = io.BytesIO()
-    Image.fromarray(SIDES[0, 0]).save(buffer, format="PNG", compress_level=0)
+    Image.fromarray(SIDES[0, 0]).save(buffer, format="PNG", compress_level=9)
     row = {"prompt": "p", "chosen": buffer.getvalue(), "rejected": png(SIDES[0, 0])}
     assert row["chosen"] != row["rejected"]
     assert [pair.is_tie for pair in read_pairs(parquet(tmp_path, [row, ROWS[1]]))] == [True, False]

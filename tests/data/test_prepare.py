@@ -13,6 +13,7 @@ from ebbflow.data.schema import SPLITS
 from ebbflow.recipe import Recipe, RecipeError
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+PAIRS = [first + second for first in LETTERS for second in LETTERS[:4]]
 WORDS = Path(__file__).parents[2] / "datasets" / "words4" / "prompts.txt"
 
 
@@ -320,8 +321,8 @@ def branched(validation: int, files: list[Path]) -> Recipe:
 
 
 def test_a_branch_never_sees_what_is_held_out_of_the_run(tmp_path: Path) -> None:
-    _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in LETTERS], two=[f"B{b}" for b in LETTERS])
-    recipe = branched(16, files)
+    _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in PAIRS], two=[f"B{b}" for b in PAIRS])
+    recipe = branched(80, files)
     table, _ = prepare_prompt_table(recipe, *files)
     by_split = {
         split: {row["prompt_id"] for row in table.to_pylist() if row["split"] == split}
@@ -339,20 +340,57 @@ def test_a_branch_never_sees_what_is_held_out_of_the_run(tmp_path: Path) -> None
         assert abs(len(branch_ids["validation"]) - len(branch_ids["held_out"])) <= 1
 
 
-def test_a_branch_needs_prompts_to_be_judged_on(tmp_path: Path) -> None:
-    _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in LETTERS], two=[f"B{b}" for b in LETTERS])
+def test_the_gate_of_a_branch_must_be_able_to_compare(tmp_path: Path) -> None:
+    files = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    files[0].write_text("".join(f'a sign "A{text}"\n' for text in PAIRS))
+    files[1].write_text("".join(f"a photo of {text}\n" for text in PAIRS))
+    settings = branched(80, files).model_dump(mode="json", exclude_unset=True)
+    settings["prompts"]["held_out"] = 48
+    settings |= {
+        "model": {"family": "sd3", "path": "somewhere"},
+        "rewards": ["jpeg_compressibility"],
+        "guardrails": ["similarity"],
+    }
     with pytest.raises(
         PromptError,
-        match=r"branches\.one has \d validation prompts, .* need 4; raise prompts.validation",
+        match=r"branches\.two: guardrails: similarity can score 0 of \d+ held-out prompts",
     ):
-        prepare_prompt_table(branched(2, files), *files)
+        prepare_prompt_table(Recipe.model_validate(settings), *files)
+
+
+def test_a_branch_needs_as_many_prompts_as_its_gate_compares(tmp_path: Path) -> None:
+    _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in PAIRS], two=[f"B{b}" for b in PAIRS])
+    with pytest.raises(
+        PromptError,
+        match=r"one has \d+ validation prompts, of which its gate compares \d+ and needs 16",
+    ):
+        prepare_prompt_table(branched(48, files), *files)
+
+
+@pytest.mark.parametrize("held_out", [16, 15])
+def test_a_guardrail_needs_as_many_prompts_as_the_gate_compares(
+    tmp_path: Path, held_out: int
+) -> None:
+    """A run that holds out fewer prompts than the gate needs promotes nothing anyway."""
+    recipe, files = mixture(
+        tmp_path, {}, one=[f"A{b}" for b in PAIRS], two=[f"B{b}" for b in PAIRS]
+    )
+    settings = recipe.model_dump(mode="json", exclude_unset=True)
+    settings["prompts"]["held_out"] = held_out
+    settings["guardrails"] = [{"name": "similarity", "prompts": ["one.txt"]}]
+    recipe = Recipe.model_validate(settings)
+    if held_out < 16:
+        prepare_prompt_table(recipe, *files)
+        return
+    with pytest.raises(PromptError, match=r"\d prompts are held out, and the gate compares 16"):
+        prepare_prompt_table(recipe, *files)
 
 
 def test_only_prompts_of_a_reward_that_reads_need_a_text(tmp_path: Path) -> None:
     words = tmp_path / "words.txt"
     signs = tmp_path / "signs.txt"
     words.write_text("".join(f'"A{b}"\n' for b in LETTERS))
-    signs.write_text("".join(f"a sign {b}\n" for b in LETTERS))
+    signs.write_text("".join(f"sign {b}\n" for b in LETTERS))
 
     def prepared(held_out: int = 12, **reads: object) -> pa.Table:
         settings = {

@@ -24,7 +24,7 @@ from transformers import (
 
 from ebbflow.data.model_sizes import BLOCK_BYTES, ModelSizes
 from ebbflow.estimate.activations import activation_bytes
-from ebbflow.estimate.hours import training_pass_cost
+from ebbflow.estimate.hours import count_recomputed_passes
 from ebbflow.estimate.run import estimate_recipe
 from ebbflow.estimate.text import GIB
 from ebbflow.recipe import load_recipe
@@ -291,10 +291,12 @@ def test_blocks_that_do_not_recompute_keep_all():
     ):
         assert activation_bytes(whole, tokens, "float32", True, every) == expected
     assert [
-        training_pass_cost(ModelConfig(gradient_checkpointing=True, gradient_checkpointing_every=n))
+        count_recomputed_passes(
+            ModelConfig(gradient_checkpointing=True, gradient_checkpointing_every=n)
+        )
         for n in (1, 2)
-    ] == [4, 3.5]
-    assert training_pass_cost(ModelConfig()) == 3
+    ] == [1, 0.5]
+    assert count_recomputed_passes(ModelConfig()) == 0
 
 
 @pytest.mark.parametrize(("name", "times"), [("sd35_medium_ocr_512", 2), ("sd35_medium_nft", 1)])

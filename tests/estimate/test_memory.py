@@ -14,6 +14,8 @@ from ebbflow.estimate.hours import estimate_hours
 from ebbflow.estimate.memory import Memory
 from ebbflow.estimate.run import count_trained_parameters, estimate_from_sizes, estimate_recipe
 from ebbflow.estimate.text import describe_estimate
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.windows import plan_window
 from ebbflow.models import load_model
 from ebbflow.models.sizes import measure_model
 from ebbflow.online.local_workers import open_local_workers
@@ -78,12 +80,16 @@ def kept_bytes(recipe, ctx, prompts):
         storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         return value
 
-    groups, keys = ctx.build_sample_groups(prompts, 0)
+    config = ctx.online_config
+    keys = SampleKeys.number_groups(
+        ctx.stage_seed, [p.prompt_id for p in prompts], config.group_size, 0, config.noise_sharing
+    )
     engine = Diffusers(ctx, policy, with_graph=True)
+    groups = [prompt for prompt in prompts for _ in range(config.group_size)]
     conditioning = policy.model.encode_prompts(groups)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         rollouts, _ = engine.generate(
-            conditioning, keys, ctx.online_config.sampler, ctx.plan_window(0)
+            conditioning, keys, config.sampler, plan_window(config, ctx.stage_seed, 0)
         )
     assert rollouts.velocities
     return sum(size for pointer, size in storages.items() if pointer not in weights)
@@ -468,7 +474,7 @@ def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
     assert four.weights == alone.weights // 4 + block
     assert (four.optimizer, four.copies) == (alone.optimizer // 4, alone.copies // 4)
     assert four.samples == alone.samples // 4
-    assert (alone.loading, four.loading) == (0, alone.weights)
+    assert (alone.loading, four.loading) == (0, alone.weights // 4), "a process reads its shard"
 
 
 def test_what_is_offloaded_waits_in_main_memory(tiny_recipe):
@@ -566,7 +572,7 @@ def test_nodes_share_the_model_or_have_a_replica_each(make_recipe):
     four, two = (estimate_recipe(recipe, count).memory["1.2 offline training"] for count in (4, 2))
     on_two_nodes = estimate_recipe(recipe, 2, nodes=2)
     assert on_two_nodes.memory["1.2 offline training"] == four
-    replicas = estimate_recipe(recipe, 2, nodes=2, hybrid=True)
+    replicas = estimate_recipe(recipe, 2, nodes=2, sharding="hybrid")
     assert replicas.memory["1.2 offline training"] == dataclasses.replace(two, samples=four.samples)
     assert "stage: 2 on each of 2 nodes, with a replica of the model each" in describe_estimate(
         replicas

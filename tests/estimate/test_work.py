@@ -226,6 +226,13 @@ def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):
     )
 
 
+def test_all_prompts_of_the_largest_stage_lie_encoded_on_the_disk(make_recipe):
+    online = estimate_recipe(make_recipe({"steps": 5, "prompts_per_step": 3}, {"prompts": 4}))
+    offline = estimate_recipe(make_recipe({"steps": 1, "prompts_per_step": 3}, {"prompts": 4}))
+    assert online.embeddings == 5 * 3 * online.prompt
+    assert offline.embeddings == 4 * offline.prompt
+
+
 def test_extremes_alone_are_trained_on(make_recipe):
     few = make_recipe({"group_size": 8, "advantages": {"keep_extremes": 1}})
     assert count_selected_samples(StageContext(few, 0, 0)) == (2 * 2, 1)

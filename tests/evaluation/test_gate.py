@@ -4,13 +4,17 @@ itself.
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbflow.data.records import Evaluation, GateDecision
+from ebbflow.data.records import Evaluation, GateDecision, Look
 from ebbflow.data.schema import build_evaluation_schema
-from ebbflow.evaluation.gate import REFUSED, decide_by_gate
+from ebbflow.evaluation.gate import REFUSED, Anchor, decide_by_gate
+from ebbflow.evaluation.look import compute_look_error
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.guardrails import MIN_PROMPTS
+from ebbflow.recipe.promotion import PromotionConfig
 from ebbflow.rewards.base import NO_TARGET
 
 PROMPTS = 24
@@ -59,11 +63,16 @@ BEFORE = {"tesseract": 0.30, "similarity": 0.80}
 @pytest.mark.parametrize(
     ("reward", "guardrails", "promote", "sentence"),
     [
-        (0.9, {"tesseract": 0.35, "similarity": 0.85}, True, "lies above zero"),
-        (0.5, {"tesseract": 0.35, "similarity": 0.85}, False, "does not lie above zero"),
-        (0.4, {"tesseract": 0.35, "similarity": 0.85}, False, "does not lie above zero"),
-        (0.9, {"tesseract": 0.28, "similarity": 0.85}, True, "within the allowed fall of 0.0200"),
-        (0.9, {"tesseract": 0.27, "similarity": 0.85}, False, "beyond the allowed fall of 0.0200"),
+        (0.9, {"tesseract": 0.35, "similarity": 0.85}, True, "a proven gain"),
+        (0.5, {"tesseract": 0.35, "similarity": 0.85}, False, "no proven gain"),
+        (0.4, {"tesseract": 0.35, "similarity": 0.85}, False, "no proven gain"),
+        (
+            0.9,
+            {"tesseract": 0.281, "similarity": 0.85},
+            True,
+            "a fall of 0.0200 or more is ruled out",
+        ),
+        (0.9, {"tesseract": 0.27, "similarity": 0.85}, False, "0.0200 or more is not ruled out"),
         (
             0.9,
             {"tesseract": 0.35, "similarity": 0.70},
@@ -78,10 +87,12 @@ def test_target_and_guardrails_decide(
     result = decision(samples(reward, **guardrails), samples(0.5, **BEFORE))
     assert result.promote is promote
     assert sentence in " ".join(result.reasons)
-    assert len(result.reasons) == 5, (
-        "coverage, target, two guardrails and the statistics each give a reason"
+    assert len(result.reasons) == 6, (
+        "coverage, target, disasters, two guardrails and the statistics each give a reason"
     )
-    assert sum(reason.startswith(REFUSED) for reason in result.reasons) == (not promote)
+    refused = [reason for reason in result.reasons if reason.startswith(REFUSED)]
+    # Without a gain the disasters are not ruled out either.
+    assert len(refused) == (0 if promote else 2 if reward < 0.9 else 1)
     assert {guardrail.metric for guardrail in result.guardrails} == {"tesseract", "similarity"}
 
 
@@ -101,13 +112,13 @@ def spread_samples(reward: float, shift: float, scale: float) -> pa.Table:
 @pytest.mark.parametrize(
     ("tolerance", "allowed", "fall", "promote"),
     [
-        ({}, 0.1, 0.099, True),
-        ({}, 0.1, 0.101, False),
+        ({}, 0.4, 0.399, True),
+        ({}, 0.4, 0.401, False),
         ({"default": 0.2}, 0.2, 0.19, True),
         ({"default": 0.2}, 0.2, 0.21, False),
         ({"default": 0.2, "standard_deviations": {"similarity": 0.1}}, 0.1, 0.11, False),
         ({"standard_deviations": {"similarity": 0.3}}, 0.3, 0.29, True),
-        ({"standard_deviations": {"tesseract": 0.3}}, 0.1, 0.19, False),
+        ({"standard_deviations": {"tesseract": 0.3}}, 0.4, 0.41, False),
     ],
 )
 def test_a_guardrail_may_fall_by_a_share_of_its_spread_on_any_scale(
@@ -152,7 +163,17 @@ def test_prompts_that_do_not_differ_allow_no_fall_and_the_reason_says_so(
     )
 
 
-def test_a_guardrail_that_nobody_measured_has_no_say_but_is_mentioned() -> None:
+def test_a_named_guardrail_that_nobody_measured_refuses() -> None:
+    named = ["similarity", "tesseract", "jpeg_incompressibility"]
+    recipe = Recipe.model_validate({"guardrails": named})
+    sides = samples(0.9, similarity=0.85), samples(0.5, similarity=0.8)
+    result = decide_by_gate(recipe, evaluation("1.1 online"), evaluation("before"), *sides)
+    assert not result.promote
+    refused = [reason for reason in result.reasons if reason.startswith(REFUSED)]
+    assert [reason.split()[2] for reason in refused] == named[1:]
+
+
+def test_a_default_guardrail_that_nobody_measured_has_no_say_but_is_mentioned() -> None:
     result = decision(samples(0.9, similarity=0.85), samples(0.5, similarity=0.8))
     assert result.promote
     assert [guardrail.metric for guardrail in result.guardrails] == ["similarity"]
@@ -169,8 +190,8 @@ def test_a_recipe_without_guardrails_is_told_from_one_whose_guardrails_held() ->
     )
     assert result.promote
     assert result.guardrails == []
-    assert len(result.reasons) == 4, "coverage, target, guardrails and statistics"
-    assert result.reasons[2] == (
+    assert len(result.reasons) == 5, "coverage, target, disasters, guardrails and statistics"
+    assert result.reasons[3] == (
         "No guardrails are named: only the reward and the statistics of the images are compared."
     )
 
@@ -217,7 +238,9 @@ def test_a_full_win_names_its_sides_and_numbers() -> None:
     result = decision(samples(0.9, **BEFORE), samples(0.5, **BEFORE))
     assert (result.candidate, result.champion, result.coverage) == ("1.1 online", "before", 1.0)
     assert result.target.low > 0
-    assert "95% interval [+0." in result.reasons[1]
+    assert result.target.p_value is not None
+    assert result.target.p_value < 1e-6
+    assert "below 0.0250: a proven gain" in result.reasons[1]
     assert GateDecision.model_validate_json(result.model_dump_json()) == result
 
 
@@ -242,7 +265,7 @@ MANY = 128
 @pytest.mark.parametrize(
     ("failed", "failed_before", "promote", "sentence"),
     [
-        (0, 0, True, "within the allowed fall"),
+        (0, 0, True, "or more is ruled out"),
         (
             126,
             126,
@@ -250,7 +273,7 @@ MANY = 128
             "failed on 126 of 128 held-out samples of the candidate and on 126 of the champion",
         ),
         (7, 7, False, "more than max_failed_share = 5.0% allows"),
-        (6, 6, True, "within the allowed fall"),
+        (6, 6, True, "or more is ruled out"),
         (0, 7, False, "more than max_failed_share = 5.0% allows"),
         (
             1,
@@ -262,7 +285,7 @@ MANY = 128
             ),
         ),
         (4, 3, False, "it fails more often"),
-        (3, 4, True, "within the allowed fall"),
+        (3, 4, True, "or more is ruled out"),
     ],
 )
 def test_failures_of_a_guardrail_count_on_both_sides(
@@ -319,7 +342,7 @@ def test_a_guardrail_of_a_prompt_set_is_compared_on_its_prompts_alone() -> None:
     def side(reward: float, similarity: float, failed: tuple[int, ...] = ()) -> pa.Table:
         rows = samples(reward, similarity=similarity).to_pylist()
         for row in rows:
-            row["source"] = "words" if row["prompt_id"] < 6 else "signs"
+            row["source"] = "words" if row["prompt_id"] < 16 else "signs"
             row["similarity"] = (
                 None if row["source"] == "signs" or row["prompt_id"] in failed else similarity
             )
@@ -332,8 +355,205 @@ def test_a_guardrail_of_a_prompt_set_is_compared_on_its_prompts_alone() -> None:
 
     better = decided(side(0.9, 0.9))
     assert better.promote
-    assert better.guardrails[0].prompts == 6
+    assert better.guardrails[0].prompts == 16
     assert not decided(side(0.9, 0.7)).promote
     lost = decided(side(0.9, 0.9, failed=(0,)))
     assert not lost.promote
-    assert "Guardrail similarity failed on 1 of 6 held-out samples" in " ".join(lost.reasons)
+    assert "Guardrail similarity failed on 1 of 16 held-out samples" in " ".join(lost.reasons)
+
+
+@pytest.mark.parametrize(("prompts", "promote"), [(MIN_PROMPTS - 1, False), (MIN_PROMPTS, True)])
+def test_too_few_prompts_refuse_however_large_the_gain(prompts: int, promote: bool) -> None:
+    recipe = Recipe.model_validate({"guardrails": []})
+    sides = samples(1.5, prompts), samples(0.5, prompts)
+    result = decide_by_gate(recipe, evaluation("1.1 online"), evaluation("before"), *sides)
+    assert result.promote is promote
+    assert ("Refused: Too few held-out prompts" in result.reasons[0]) is not promote
+
+
+def test_few_prompts_of_a_guardrail_refuse_too() -> None:
+    keys = {"guardrails": ["similarity"], "promotion": {"margins": {}}}
+    silent = f"similarity: {NO_TARGET}"
+    sides = samples(0.9, similarity=0.9), samples(0.5, similarity=0.8)
+    result = decide_by_gate(
+        Recipe.model_validate(keys),
+        evaluation("1.1 online"),
+        evaluation("before"),
+        *[without(side, "similarity", PROMPTS - 15, silent, None) for side in sides],
+    )
+    assert not result.promote
+    assert "scored 15 held-out prompts on both sides, too few" in " ".join(result.reasons)
+
+
+def shifted_samples(shift: float, seed: int, **guardrails: float) -> pa.Table:
+    """Scores with a standard deviation of 1 over prompts, moved by ``shift``, and guardrails that
+    are moved by theirs.
+    """
+    generator = np.random.default_rng(seed)
+    easiness = np.random.default_rng(0).normal(size=MANY)
+    rows = [
+        row | {"reward": easiness[index] + shift + 0.1 * generator.normal()}
+        for index, row in enumerate(
+            samples(0.5, MANY, **dict.fromkeys(guardrails, 0.0)).to_pylist()
+        )
+    ]
+    for name, moved in guardrails.items():
+        for index, row in enumerate(rows):
+            row[name] = easiness[index] + moved + 0.1 * generator.normal()
+    schema = build_evaluation_schema(["reward", *guardrails])
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+@pytest.mark.parametrize(("error", "promote"), [(0.025, True), (1e-12, False)])
+def test_a_look_decides_at_its_share_of_the_budget(error: float, promote: bool) -> None:
+    recipe = Recipe.model_validate({"guardrails": []})
+    look = Look(number=3, error=error, spent=0.03, budget=0.05)
+    generator = np.random.default_rng(1)
+    rows = samples(0.5, MANY).to_pylist()
+    sides = [
+        pa.Table.from_pylist(
+            [row | {"reward": 0.5 + shift + 0.1 * generator.normal()} for row in rows],
+            schema=build_evaluation_schema(["reward"]),
+        )
+        for shift in (0.06, 0.0)
+    ]
+    result = decide_by_gate(
+        recipe, evaluation("1.1 online"), evaluation("before"), *sides, look=look
+    )
+    assert result.promote is promote
+    assert result.look == look
+    assert (
+        "look 3 in the error budget of the model (spent with it: 0.0300 of 0.05"
+        in (result.reasons[1])
+    )
+
+
+@pytest.mark.parametrize("looks_per_year", [1, 4, 52])
+def test_a_look_after_those_of_a_year_says_what_to_do(looks_per_year: int) -> None:
+    promotion = PromotionConfig(looks_per_year=looks_per_year)
+    recipe = Recipe.model_validate({"guardrails": [], "promotion": promotion.model_dump()})
+    spent = 0.0
+    said = []
+    for number in range(1, looks_per_year + 3):
+        error = compute_look_error(promotion, spent)
+        spent += error
+        look = Look(number=number, error=error, spent=spent, budget=promotion.error_budget)
+        sides = samples(0.5), samples(0.5)
+        result = decide_by_gate(
+            recipe, evaluation("1.1 online"), evaluation("before"), *sides, look=look
+        )
+        reason = next(one for one in result.reasons if "The reward went" in one)
+        said.append("The error budget is spent" in reason)
+        assert ("`ebbflow rollback RECIPE --to VERSION`" in reason) is said[-1]
+    assert said == [False] * looks_per_year + [True, True]
+
+
+def test_a_gain_without_a_disaster_in_the_sample_is_no_proof() -> None:
+    """All of 24 prompts rise by .01. Disasters on 5 % of prompts would outweigh that, and 29 % of
+    samples of 24 prompts have none.
+    """
+    keys = {"rewards": [{"name": "ocr"}], "guardrails": []}
+    sides = [
+        pa.Table.from_pylist(
+            [row | {"reward": reward, "ocr": reward} for row in samples(0.5).to_pylist()],
+            schema=build_evaluation_schema(["reward", "ocr"]),
+        )
+        for reward in (0.51, 0.5)
+    ]
+    result = decide_by_gate(
+        Recipe.model_validate(keys), evaluation("1.1 online"), evaluation("before"), *sides
+    )
+    assert not result.promote
+    assert [reason for reason in result.reasons if reason.startswith(REFUSED)] == [
+        result.reasons[2]
+    ]
+    assert (
+        "fell to 0, the gain would not be proven (p = 0.622, needed: 0.0250)" in result.reasons[2]
+    )
+
+
+@pytest.mark.parametrize(("fallen", "promote"), [(0.3, True), (0.4, True), (0.55, False)])
+def test_falls_that_add_up_against_the_anchor_refuse(fallen: float, promote: bool) -> None:
+    """Each step fell by .04 of a standard deviation, which the champion's tolerance allows."""
+    recipe = Recipe.model_validate({"guardrails": ["similarity"]})
+    result = decide_by_gate(
+        recipe,
+        evaluation("1.1 online"),
+        evaluation("champion v9"),
+        shifted_samples(1.0, 1, similarity=-fallen),
+        shifted_samples(0.5, 2, similarity=-fallen + 0.04),
+        anchor=Anchor("version 3, which a person chose", shifted_samples(0.0, 3, similarity=0.0)),
+    )
+    assert result.promote is promote
+    assert result.anchor == "version 3, which a person chose"
+    assert [one.metric for one in result.anchored] == ["reward", "similarity"]
+    said = [reason for reason in result.reasons if "against the anchor, version 3" in reason]
+    assert len(said) == 2
+    assert ("The cumulative tolerance (promotion.anchor_tolerance) is used up" in said[1]) is (
+        not promote
+    )
+
+
+def test_a_guardrail_without_prompts_in_common_with_the_anchor_refuses() -> None:
+    """As where it failed on all of the anchor's pictures: a refusal, and no error of the task."""
+    anchor = shifted_samples(0.0, 3, similarity=0.0)
+    column = anchor.column_names.index("similarity")
+    nothing = pa.nulls(anchor.num_rows, anchor["similarity"].type)
+    result = decide_by_gate(
+        Recipe.model_validate({"guardrails": ["similarity"]}),
+        evaluation("1.1 online"),
+        evaluation("champion v9"),
+        shifted_samples(1.0, 1, similarity=0.0),
+        shifted_samples(0.5, 2, similarity=0.0),
+        anchor=Anchor("the base model", anchor.set_column(column, "similarity", nothing)),
+    )
+    assert not result.promote
+    (refused,) = [reason for reason in result.reasons if reason.startswith(REFUSED)]
+    assert "Guardrail similarity against the anchor, the base model, was scored on 0" in refused
+
+
+def test_the_luck_of_the_champion_is_said() -> None:
+    recipe = Recipe.model_validate({"guardrails": []})
+    result = decide_by_gate(
+        recipe,
+        evaluation("1.1 online"),
+        evaluation("champion v9"),
+        samples(0.9),
+        samples(0.5),
+        promoted_reward=0.53,
+    )
+    assert result.promoted_reward == 0.53
+    assert (
+        "scored 0.530 in the look that promoted it, +0.0300 to its new samples"
+        in (result.reasons[1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "fallen", "promote", "reason"),
+    [
+        # .5 / .4 = 1.25 times its own tolerance, instead of half a standard deviation.
+        ({"standard_deviations": {"similarity": 0.08}}, 0.2, False, "(0.1 standard deviations"),
+        ({"standard_deviations": {"similarity": 0.08}}, 0.05, True, "(0.1 standard deviations"),
+        ({"absolute": {"similarity": 0.6}}, 0.65, True, "0.750 (1.25 times its tolerance)"),
+        ({"absolute": {"similarity": 0.6}}, 0.85, False, "0.750 (1.25 times its tolerance)"),
+        ({"default": 0.0, "absolute": {"similarity": 0.6}}, 0.65, False, "0.600 (1 times its"),
+    ],
+)
+def test_a_guardrail_with_its_own_tolerance_has_it_against_the_anchor(
+    tolerance: dict[str, object], fallen: float, promote: bool, reason: str
+) -> None:
+    recipe = Recipe.model_validate(
+        {"guardrails": ["similarity"], "promotion": {"guardrail_tolerance": tolerance}}
+    )
+    result = decide_by_gate(
+        recipe,
+        evaluation("1.1 online"),
+        evaluation("champion v9"),
+        shifted_samples(1.0, 1, similarity=-fallen),
+        shifted_samples(0.5, 2, similarity=-fallen),
+        anchor=Anchor("version 3, which a person chose", shifted_samples(0.0, 3, similarity=0.0)),
+    )
+    assert result.promote is promote
+    said = [one for one in result.reasons if "Guardrail similarity against the anchor" in one]
+    assert reason in said[0]

@@ -69,17 +69,16 @@ def attempt(folder: Path, name: str, death: Death | None) -> None:
     recorder = MetricsRecorder()
     ctx = StageContext(recipe, 0, 0)
     checkpoints = Checkpoints(ctx, folder / f"{name}-checkpoints")
-    base, start, prompts, trained = (
-        folder / each for each in ("base", "start", "prompts.parquet", name)
+    folders = StageFolders(
+        folder / "base", folder / "start", folder / "prompts.parquet", folder / name
     )
     logged = logging.handlers.BufferingHandler(1000)
     logging.getLogger("ebbflow").addHandler(logged)
     if ctx.config.kind == "online":
-        folders = StageFolders(base, start, prompts, trained)
         train_online_folder(ctx, folders, recorder, checkpoints=checkpoints)
     else:
         stored = rollouts_and_advantages(ctx, folder, name)
-        train_offline_folder(ctx, base, start, prompts, *stored, trained, recorder, checkpoints)
+        train_offline_folder(ctx, folders, *stored, recorder, checkpoints)
     said = {
         "rows": recorder.metrics_rows,
         "calls": calls,

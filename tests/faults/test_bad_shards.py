@@ -29,7 +29,7 @@ from ebbflow.offline.shards import (
 )
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import (
     TableError,
@@ -154,19 +154,13 @@ def test_training_refuses_it_too(made, shard, base_folder, tmp_path):
     write_prompts(pa.Table.from_pylist(rows, schema=PROMPTS), tmp_path / "prompts.parquet")
     write_base_policy(tmp_path / "policy", verify_folder(base_folder), "recipe", ctx.recipe.policy)
     rewritten(shard, about={"stage": "1.1 offline"})
-    arguments = (
-        ctx,
-        base_folder,
-        tmp_path / "policy",
-        tmp_path / "prompts.parquet",
-        [shard],
-        tmp_path / "none.parquet",
-    )
+    trained = tmp_path / "trained"
+    folders = StageFolders(base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", trained)
     with pytest.raises(
         TableError, match=r"stage = '1\.1 offline' \(this stage's: '1\.2 offline'\)"
     ):
-        train_offline_folder(*arguments, tmp_path / "trained", MetricsRecorder())
-    assert not (tmp_path / "trained").exists()
+        train_offline_folder(ctx, folders, [shard], tmp_path / "none.parquet", MetricsRecorder())
+    assert not trained.exists()
 
 
 def without(schema: pa.Schema, name: str) -> pa.Schema:

@@ -70,6 +70,7 @@ def use(
             base,
             policy,
             policy.with_name("start"),
+            str(policy),
         )
 
     return {

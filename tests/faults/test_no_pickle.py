@@ -26,7 +26,7 @@ from ebbflow.data.prompts import PromptError
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.prepare import copy_base_folder, download_base_folder
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.recipe import load_recipe
+from ebbflow.recipe.recipe_file import load_recipe
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rewards.weights import read_weights
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit_folder, write_new_folder
@@ -314,7 +314,7 @@ def test_loading_a_published_lora_runs_no_pickle(base_folder, make_recipe, plant
                 Exception,
                 match=rf"policy\.start: .*{tmp_path}/lora.*safetensors|cannot be read as a LoRA",
             ):
-                write_start_policy(recipe, base_folder, source, tmp_path / "start")
+                write_start_policy(recipe, base_folder, source, tmp_path / "start", None)
     assert not (tmp_path / "start").exists()
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.recipe import load_recipe
+from ebbflow.recipe.recipe_file import load_recipe
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 from tests.pipeline.conftest import run_pipeline
@@ -152,7 +152,7 @@ def test_whole_run_writes_no_secret_anywhere(url, tmp_path, monkeypatch):
         "url": url,
         "token_variable": "REWARD_TOKEN",
         "attempts": 1,
-        "batch": 4,
+        "batch": 3,
         "timeout": 30,
     }
     changes = {
@@ -160,7 +160,7 @@ def test_whole_run_writes_no_secret_anywhere(url, tmp_path, monkeypatch):
         "guardrails": [],
         "max_failed_share": 0.9,
         "model": {"training": {"steps": 2, "batch": 4}},
-        "prompts": {"count": 16, "validation": 2, "held_out": 6},
+        "prompts": {"count": 48, "validation": 2, "held_out": 30},
     }
     done = run_pipeline(tmp_path, changes)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

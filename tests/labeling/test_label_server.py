@@ -104,6 +104,18 @@ def test_undo_shows_the_last_pair_again(client):
     assert client.post(f"/{TOKEN}/undo", json={"rater": "anna"}, headers=SAME).status_code == 409
 
 
+def test_a_rater_cannot_undo_the_answer_of_another(client, session):
+    answer(client)
+    with TestClient(build_app(session, "127.0.0.1", TOKEN), base_url=BASE) as other:
+        state(other, "ben")
+        refused = other.post(f"/{TOKEN}/undo", json={"rater": "anna"}, headers=SAME)
+    assert refused.status_code == 409
+    assert "was given in another browser" in refused.json()["detail"]
+    assert len(session.answers.standing) == 1
+    assert client.post(f"/{TOKEN}/undo", json={"rater": "anna"}, headers=SAME).status_code == 200
+    assert session.answers.standing == []
+
+
 def test_a_second_window_of_a_rater_cannot_answer_twice(client, session):
     first = state(client)["pair"]["key"]
     assert answer(client, pair=first).status_code == 200

@@ -70,7 +70,7 @@ def test_every_answer_says_what_was_shown_and_what_was_preferred(tmp_path):
         preferred = {answer.pair: answer.preferred_picture for answer in session.answers.standing}
     assert preferred == {f"{index}-0": int(won) for index, won in enumerate(wins)}
     assert [set(line) for line in kept(tmp_path / "a")] == [
-        {"at", "rater", "pair", "answer", "left"}
+        {"at", "rater", "pair", "answer", "left", "browser"}
     ] * 5
 
 

@@ -17,6 +17,7 @@ from ebbflow.labeling.sources import (
     load_label_task,
     load_rollouts,
 )
+from ebbflow.run_summary import write_summary_file
 from ebbflow.storage.tables import TableError, write_table
 
 
@@ -144,7 +145,7 @@ def run(tmp_path):
     (nodes / "ebbflow-5").mkdir()
     write_rollouts(nodes / "ebbflow-5", groups=4, group_size=2)
     summary = {"champion": "before", "candidate": "1.1 online", "promoted": True}
-    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    write_summary_file(tmp_path / "run" / "summary.json", summary)
     return tmp_path / "run"
 
 
@@ -164,14 +165,16 @@ def test_a_stage_of_a_run_is_compared_with_itself(run):
 
 
 def test_a_run_without_a_summary_or_samples_says_so(run):
-    (run / "summary.json").write_text('{"champion": "champion v3", "candidate": "1.1 online"}')
+    named = {"champion": "champion v3", "candidate": "1.1 online"}
+    write_summary_file(run / "summary.json", named)
     with pytest.raises(
         LabelError, match="no samples of 'champion v3' below nodes, only of .*before"
     ):
         find_comparison(run)
-    for broken in ("{}", "[]", "{", '{"champion": "before"}'):
+    for broken in ("{}", "[]", "{", json.dumps(named)):
         (run / "summary.json").write_text(broken)
-        with pytest.raises(LabelError, match=r"no summary\.json that names champion and candidate"):
+        # Without a digest it is not read, and the message says why.
+        with pytest.raises(LabelError, match=r"summary\.json .*name the samples\.parquet of two"):
             find_comparison(run)
 
 

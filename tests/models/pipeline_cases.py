@@ -252,6 +252,8 @@ def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> di
         asked["guidance_scale"] = guidance - 1 if kind == "z_image" else guidance
     if guided(kind) and kind != "flux2_klein":
         asked["negative_prompt"] = [prompt.negative_prompt for prompt in wanted]
+    if model.config.guidance_2 is not None:
+        asked["guidance_scale_2"] = model.config.guidance_2
     if draws_videos(kind):
         asked["num_frames"] = model.config.frames
     if kind in PACKED_PIXELS:

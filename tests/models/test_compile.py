@@ -13,7 +13,7 @@ from ebbflow.models.compile import compile_blocks
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.recipe.recipe import parse_recipe
+from ebbflow.recipe.recipe_file import parse_recipe
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.policy import Policy
 from tests.parameters import move
@@ -37,6 +37,17 @@ def test_a_missing_compiler_is_named(model, monkeypatch):
         match=r"model.compile = 'blocks': .*'no-such-compiler' is not on the PATH; install g\+\+",
     ):
         compile_blocks(model)
+
+
+def test_graphs_round_as_uncompiled_code_and_are_not_chosen_by_their_time(model, monkeypatch):
+    """On a GPU, inductor chooses reductions by timing, for rollouts and training separately."""
+    settings = torch._inductor.config
+    monkeypatch.setattr(settings, "deterministic", False)
+    monkeypatch.setattr(settings, "emulate_precision_casts", False)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **keys: None)
+    compile_blocks(model)
+    assert settings.deterministic
+    assert settings.emulate_precision_casts
 
 
 @pytest.mark.exhaustive

@@ -5,6 +5,7 @@ repeats itself.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 
@@ -24,9 +25,11 @@ from ebbflow.models.families.glyph import (
     build_letter_tokenizer,
     encode_grey_images,
 )
+from ebbflow.models.glyph_training import trained
 from ebbflow.models.glyph_training.train import _sample_training_batch, train_glyph_base
 from ebbflow.models.prepare import copy_base_folder, train_base_folder
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
+from ebbflow.rewards.built_in.ocr import Ocr
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, verify_folder
 
 GLYPH = ModelConfig()
@@ -240,6 +243,46 @@ def test_training_twice_gives_the_same_bytes(tmp_path):
     assert verify_folder(tmp_path / "first") == verify_folder(tmp_path / "second")
     train_glyph_base(SHORT.model_copy(update={"seed": 1}), tmp_path / "third")
     assert verify_folder(tmp_path / "third") != verify_folder(tmp_path / "first")
+
+
+def test_the_model_of_the_package_was_trained_with_the_default_settings(tmp_path):
+    config = GlyphTrainingConfig()
+    packaged = trained.load_trained_glyph(config)
+    assert packaged is not None, f"train it again: python -m {trained.__name__}"
+    state = torch.get_rng_state()
+    train_base_folder(config, 1, tmp_path / "base")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(velocity(load_model(tmp_path / "base")), velocity(packaged))
+    train_base_folder(config, 2, tmp_path / "again")
+    assert verify_folder(tmp_path / "base") == verify_folder(tmp_path / "again")
+
+
+def test_the_model_of_the_package_spells_but_leaves_something_to_learn(make_prompts):
+    packaged = trained.load_trained_glyph(GlyphTrainingConfig())
+    prompts = make_prompts(48)
+    latents = torch.randn(48, *packaged.latent_shape, generator=torch.Generator().manual_seed(1))
+    conditioning = packaged.encode_texts([prompt.target for prompt in prompts])
+    sigmas = torch.linspace(1, 0, 11)
+    with torch.no_grad():
+        for sigma, next_sigma in itertools.pairwise(sigmas):
+            velocities = packaged.predict_velocity(latents, sigma.expand(48), conditioning)
+            latents = latents + (next_sigma - sigma) * velocities
+        images = packaged.decode_latents(latents)
+    assert 0.35 < Ocr()(images, prompts).values.mean() < 0.75
+
+
+def test_the_model_of_the_package_is_not_taken_for_one_with_other_settings():
+    assert trained.load_trained_glyph(GlyphTrainingConfig(seed=1)) is None
+    assert trained.load_trained_glyph(GlyphTrainingConfig(width=64)) is None
+
+
+def test_a_file_of_other_layers_says_how_it_is_made_again(model, tmp_path, monkeypatch):
+    config = GlyphTrainingConfig()
+    monkeypatch.setattr(trained, "TRAINED_MODEL", tmp_path / "base.safetensors")
+    del model.text_encoder.text_projection
+    trained.save_trained_glyph(model, config, trained.TRAINED_MODEL)
+    with pytest.raises(ValueError, match=r"python -m ebbflow\.models\.glyph_training\.trained"):
+        trained.load_trained_glyph(config)
 
 
 def test_capitals_alone_are_drawn_as_always():

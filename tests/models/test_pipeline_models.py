@@ -166,11 +166,19 @@ def test_the_pictures_of_ltx_2_do_not_depend_on_its_sound(open_tiny):
     assert (with_sound(isolated=False) - alone).abs().max() > 1e-2
 
 
-def test_an_image_to_edit_keeps_its_proportions(tiny, peer):
+@pytest.mark.parametrize(
+    ("size", "latents"),
+    [
+        ((80, 40), (4, 12)),
+        # Scaled to 96 x 64, whose own proportions would lead to 64 x 64.
+        ((80, 48), (8, 12)),
+    ],
+)
+def test_an_image_to_edit_keeps_its_proportions(tiny, peer, size, latents):
     model = tiny("qwen_image_edit")
-    wanted = prompts("qwen_image_edit", SHORT[:2], size=(80, 40))
+    wanted = prompts("qwen_image_edit", SHORT[:2], size=size)
     assert_same(model, peer("qwen_image_edit"), wanted)
-    assert model.encode_prompts(wanted)["image"].shape == (2, 16, 4, 12)
+    assert model.encode_prompts(wanted)["image"].shape == (2, 16, *latents)
 
 
 def test_the_rounding_of_times_is_all_that_differs_from_steps_of_first_order(open_tiny, open_peer):

@@ -21,7 +21,7 @@ from pipeline_cases import (
 
 from ebbflow.flow.transition import compute_log_prob, compute_transition
 from ebbflow.flow.windows import Plan
-from ebbflow.models.base import DTYPES, predict
+from ebbflow.models.base import DTYPES, predict, predict_in_float32
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rollouts.generate import generate_samples
@@ -83,7 +83,7 @@ def test_the_first_ratio_is_one(open_tiny, name, precision, train):
     wanted = prompts(name, SHORT)
     conditioning = model.encode_prompts(wanted)
     rollouts = generate_samples(
-        model, conditioning, keys(wanted), SDE, Plan(WINDOW, WINDOW), micro_batch=2
+        model, conditioning, keys(wanted), SDE, Plan(WINDOW, WINDOW, with_means=True), micro_batch=2
     )
     record = rollouts.trajectory
     tensors = (
@@ -136,3 +136,23 @@ def test_half_precision_draws_nearly_the_same_image(open_tiny, tiny, name):
         errors[precision] = ((our_latents(model, wanted) - exact).norm() / exact.norm()).item()
     # The network of FLUX rounds its time and guidance, in thousandths, to bfloat16.
     assert errors["float16"] < errors["bfloat16"] < (0.2 if guided(name) else 0.5)
+
+
+@pytest.mark.parametrize("name", [*TINY, *NEWER])
+def test_a_prediction_in_float32_is_that_of_widened_weights(open_tiny, name):
+    """The network of 16 bits is as it was afterwards."""
+    model = open_tiny(name, precision="bfloat16", **few_tokens(name))
+    conditioning = model.encode_prompts(prompts(name, SHORT[:2]))
+    latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(1))
+    sigma = torch.tensor([0.3, 0.8])
+    with torch.no_grad():
+        rounded = predict(model, latents, sigma, conditioning)
+        exact = predict_in_float32(model, latents, sigma, conditioning)
+        again = predict(model, latents, sigma, conditioning)
+        for part in ("transformer", "transformer_2"):  # two experts, of which one is trained
+            if getattr(model.pipeline, part, None) is not None:
+                getattr(model.pipeline, part).float()
+        wanted = predict(model, latents, sigma, conditioning, "float32")
+    assert torch.equal(rounded, again)
+    rounding = (rounded - wanted).abs().max()
+    assert (exact - wanted).abs().max() < rounding / 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pipeline_cases import SHORT, our_latents, prompts, theirs
@@ -191,3 +193,44 @@ def test_an_expert_is_of_a_model_with_two(tiny_folder, open_tiny):
         ModelError, match="wan21 holds one transformer, and wan_a14b has two; family wan takes"
     ):
         open_tiny("wan_a14b", tiny_folder("wan21"))
+
+
+@pytest.mark.parametrize("name", ["wan_a14b", "wan_i2v"])
+def test_each_transformer_has_its_guidance(tiny, peer, name):
+    """As ``guidance_scale_2`` of the pipeline."""
+    wanted = prompts(name, SHORT[:2])
+    alike = our_latents(tiny(name, guidance=4.0), wanted, steps=6)
+    model = tiny(name, guidance=4.0, guidance_2=2.0)
+    ours = our_latents(model, wanted, steps=6)
+    latents, _ = theirs(peer(name), model, wanted, steps=6)
+    assert (ours - latents).abs().max() < 1e-5 * ours.abs().max()
+    assert (ours - alike).abs().max() > 1e-2
+
+
+def test_a_batch_of_both_bands_has_both_scales(tiny):
+    """As training's, whose rows are of several steps. A reference's own scale is for both."""
+    model = tiny("wan_a14b", guidance=4.0, guidance_2=2.0)
+    conditioning = model.encode_prompts(prompts("wan_a14b", SHORT[:2]))
+    latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+
+    def predict_under(first, second):
+        other = tiny("wan_a14b", guidance=first, guidance_2=second)
+        return predict(other, latents, SIGMAS, replace(conditioning, guidance=first))
+
+    both = predict(model, latents, SIGMAS, conditioning)
+    assert_equal_to_rounding(both[:1], predict_under(4.0, None)[:1])
+    assert_equal_to_rounding(both[1:], predict_under(2.0, None)[1:])
+    own = predict(model, latents, SIGMAS, replace(conditioning, guidance=3.0))
+    assert_equal_to_rounding(own, predict_under(3.0, None))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"family": "wan", "guidance": 4, "guidance_2": 3}, "wan has one transformer; leave it"),
+        ({"family": "wan_a14b", "guidance_2": 3}, "without guidance; set guidance above 1"),
+    ],
+)
+def test_a_second_guidance_needs_two_guided_transformers(config, said):
+    with pytest.raises(ValidationError, match=said):
+        ModelConfig(path="/models/wan", **config)

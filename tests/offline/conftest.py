@@ -8,7 +8,7 @@ import pytest
 from offline_cases import Watched, write_rollouts
 
 from ebbflow.data.schema import ADVANTAGES
-from ebbflow.models.encoding import build_prompt_lookup
+from ebbflow.models.encoding import embed_prompts
 from ebbflow.offline import batches
 from ebbflow.offline.training import train_epochs
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -73,8 +73,8 @@ def pretend(monkeypatch):
         monkeypatch.setattr(batches.Ranks, "current", staticmethod(lambda: Ranks(rank, world)))
         monkeypatch.setattr(
             batches,
-            "_encode_prompts_together",
-            lambda ctx, model, prompts, ranks: build_prompt_lookup(model, prompts),
+            "encode_prompts_together",
+            lambda model, prompts, negatives: embed_prompts(model, prompts, negatives),
         )
 
     return one_of

@@ -9,19 +9,27 @@ import pyarrow as pa
 import torch
 
 from ebbflow.data.schema import build_rollout_schema, build_score_schema
-from ebbflow.offline.shards import build_layout_metadata, build_rollout_batch
-from ebbflow.storage.tables import nan_to_null, write_table
+from ebbflow.offline.shards import (
+    SCORES_DIGEST,
+    build_layout_metadata,
+    build_rollout_batch,
+    build_shard_identity,
+)
+from ebbflow.storage.tables import compute_content_digest, nan_to_null, write_table
 
-ABOUT_SCORES = {"seconds": {"scoring": 2.0}, "weights": {"darkness": 1.0}}
+ABOUT_SCORES = {"seconds": {"scoring": 2.0}, "weights": {"darkness": 1.0}, "of_sets": []}
 
 
-def write_scores(path, keys, rewards):
+def write_scores(ctx, shard, path, keys, rewards):
+    """The scores of a shard of a stage, as scoring would write them."""
     rewards = np.array(rewards, np.float64)
     prompt_ids, samples = zip(*keys, strict=True)
     columns = [pa.array(prompt_ids), pa.array(samples), nan_to_null(rewards), nan_to_null(rewards)]
     failure = pa.array(["broken" if np.isnan(reward) else None for reward in rewards], pa.string())
     schema = build_score_schema(["darkness"])
-    write_table(path, schema, [pa.record_batch([*columns, failure], schema=schema)], ABOUT_SCORES)
+    batch = pa.record_batch([*columns, failure], schema=schema)
+    about = {"shard": shard, SCORES_DIGEST: compute_content_digest(pa.Table.from_batches([batch]))}
+    write_table(path, schema, [batch], ABOUT_SCORES | build_shard_identity(ctx) | about)
     return path
 
 

@@ -18,7 +18,7 @@ from ebbflow.models.context_parallel import require_shareable_tokens
 from ebbflow.models.sizes import check_shared_tokens
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.distributed import Ranks, join_process_group
@@ -28,7 +28,7 @@ from tests.two_processes import as_two_ranks
 
 LATER = [
     pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in ("wan", "qwen_image", "flux2_klein")
+    for name in ("wan", "qwen_image", "flux2_klein", "flux2")
 ]
 """Of the families, those whose network is not FLUX's."""
 STAGE = {
@@ -76,12 +76,9 @@ def train(stage: tuple[Path, Any, Path], name: str, context_parallel: int) -> Me
         warnings.simplefilter("ignore")
         train_offline_folder(
             ctx,
-            base,
-            folder / "start",
-            folder / "prompts.parquet",
+            StageFolders(base, folder / "start", folder / "prompts.parquet", folder / name),
             sorted(folder.glob("rollouts-*")),
             folder / "advantages.parquet",
-            folder / name,
             recorder,
             Checkpoints(ctx, folder / f"kept-{name}-{ranks.rank}"),
             context_parallel=context_parallel,
@@ -232,8 +229,15 @@ OFFLINE = [{"kind": "online"}, {"kind": "offline"}]
             2,
             "is for stages of one size",
         ),
+        (
+            "flux",
+            {},
+            [{"kind": "offline", "anchor": {"data": {"path": "pictures", "buckets": {}}}}],
+            2,
+            "is for stages of one size",
+        ),
     ],
-    ids=["family", "compiled", "attention", "no attention", "heads", "text", "sizes"],
+    ids=["family", "compiled", "attention", "no attention", "heads", "text", "sizes", "anchor"],
 )
 def test_a_recipe_that_cannot_share_tokens_is_refused_before_it_costs_anything(
     tiny_recipe, family, model, stages, ranks, said

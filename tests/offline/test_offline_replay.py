@@ -17,7 +17,7 @@ from ebbflow.offline.replay import replay_offline_step
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_offline_folder
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy_metadata import write_base_policy
@@ -60,12 +60,9 @@ def trained(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
     advantages = tmp_path / "stage-advantages.parquet"
     train_offline_folder(
         ctx,
-        base_folder,
-        start,
-        prompts,
+        StageFolders(base_folder, start, prompts, tmp_path / "trained"),
         shards,
         advantages,
-        tmp_path / "trained",
         MetricsRecorder(),
     )
     return ctx, (base_folder, start, prompts), shards, scores, metrics, seen
@@ -125,7 +122,5 @@ def test_pairs_of_a_file_have_no_samples(make_recipe, tmp_path):
     ctx = StageContext(
         make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}, "pairs": "pairs.jsonl"}), 0, 1
     )
-    with pytest.raises(
-        ReplayError, match="trains on the pairs of pairs.jsonl; there are no samples"
-    ):
+    with pytest.raises(ReplayError, match="trains on pairs.jsonl; there are no samples"):
         replay_offline_step(ctx, tmp_path, tmp_path, tmp_path, 0, 1, tmp_path)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import DiskFullError
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
@@ -87,12 +87,9 @@ def train(
         checkpoints = Checkpoints(ctx, folder / f"kept-{name}")
         train_offline_folder(
             ctx,
-            base,
-            folder / "start",
-            prompts,
+            StageFolders(base, folder / "start", prompts, folder / name),
             rollouts,
             advantages,
-            folder / name,
             recorder,
             checkpoints,
         )

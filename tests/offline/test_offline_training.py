@@ -17,7 +17,7 @@ from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs, train_offline_folder
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.registry import ALGORITHMS
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import write_table
 from ebbflow.training.gradients import TrainingError
@@ -55,12 +55,16 @@ def test_shards_that_are_all_too_small_are_refused(ctx, stored, run, pretend):
 
 def test_nothing_kept_trains_nothing(ctx, stored, run, tmp_path):
     rollouts, _, _ = stored(8, 8)
+    rewards = [[0.5] * 8, [0.5] * 6 + [np.nan] * 2]
     scores = [
         write_scores(
-            tmp_path / "s.parquet",
-            [(p, s) for p in range(8) for s in range(2)],
-            [0.5] * 14 + [np.nan] * 2,
+            ctx,
+            shard,
+            tmp_path / f"s{shard}.parquet",
+            [(4 * shard + p, s) for p in range(4) for s in range(2)],
+            rewards[shard],
         )
+        for shard in range(2)
     ]
     metrics = write_advantages(ctx, scores, tmp_path / "none.parquet")
     assert metrics["group/dropped_samples"] == 16
@@ -181,9 +185,8 @@ def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(
 ):
     start, prompts = folders
     for name in ("one", "two"):
-        train_offline_folder(
-            ctx, base_folder, start, prompts, *generated, tmp_path / name, MetricsRecorder()
-        )
+        stage_folders = StageFolders(base_folder, start, prompts, tmp_path / name)
+        train_offline_folder(ctx, stage_folders, *generated, MetricsRecorder())
     assert verify_folder(tmp_path / "one") == verify_folder(tmp_path / "two")
     metadata = read_policy_metadata(tmp_path / "one")
     assert (metadata.version, metadata.copies, metadata.stages) == (4, ("old",), ("1.2 offline",))
@@ -196,9 +199,8 @@ def test_the_next_stage_generates_with_what_this_one_trained(
     ctx, base_folder, generated, folders, tmp_path
 ):
     start, prompts = folders
-    train_offline_folder(
-        ctx, base_folder, start, prompts, *generated, tmp_path / "trained", MetricsRecorder()
-    )
+    stage_folders = StageFolders(base_folder, start, prompts, tmp_path / "trained")
+    train_offline_folder(ctx, stage_folders, *generated, MetricsRecorder())
     following = StageContext(ctx.recipe, ctx.round + 1, ctx.stage)
     policy, _ = open_policy(following, load_model(base_folder), tmp_path / "trained")
     with policy.use_copy(following.algorithm.generates):
@@ -217,12 +219,9 @@ def test_a_stage_with_nothing_to_train_hands_on_the_policy_it_got(
     with pytest.warns(UserWarning, match="nothing was learnt"):
         train_offline_folder(
             ctx,
-            base_folder,
-            start,
-            prompts,
+            StageFolders(base_folder, start, prompts, tmp_path / "trained"),
             generated[0],
             tmp_path / "none",
-            tmp_path / "trained",
             MetricsRecorder(),
         )
     assert read_policy_metadata(tmp_path / "trained").version == 0

@@ -140,7 +140,7 @@ def test_a_reward_of_a_prompt_set_has_nulls_elsewhere_and_its_samples_advantages
     """In one micro-batch for each prompt, so that some have no metric of the one reward and some
     none of the other.
     """
-    ctx = StageContext(make_recipe(offline={"micro_batch": 4, "group_size": 4}), 0, 1)
+    ctx = StageContext(make_recipe(offline={"micro_batch": 4, "group_size": 4, "shards": 1}), 0, 1)
     prompts = [replace(prompt, source="ab"[prompt.prompt_id]) for prompt in make_prompts(2)]
     images = (
         np.arange(1, 9, dtype=np.uint8).reshape(8, 1, 1, 1).repeat(8, 1).repeat(8, 2).repeat(3, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -104,6 +106,49 @@ def test_latents_and_images_are_those_of_the_engine(ctx, model, shards, make_pro
         assert np.array_equal(
             decode_pngs(table["image"].to_pylist()), model.decode_latents(latents)
         )
+
+
+def test_images_are_compressed_while_the_next_micro_batch_is_generated(
+    make_recipe, model, make_prompts, tmp_path, monkeypatch
+):
+    ctx = StageContext(make_recipe(offline={"prompts": 4, "shards": 1, "micro_batch": 4}), 1, 1)
+    policy = Policy(model, ctx.recipe.policy, 0)
+    policy.ensure_copy("old")
+    second_has_begun = threading.Event()
+    num_decoded = 0
+    decode_latents = type(model).decode_latents
+
+    def decode_and_tell(self, latents):
+        nonlocal num_decoded
+        num_decoded += 1
+        if num_decoded == 2:
+            second_has_begun.set()
+        return decode_latents(self, latents)
+
+    def encode_once_the_next_is_generated(pictures):
+        assert second_has_begun.wait(60), "the images are waited for before the next micro-batch"
+        return encode_pngs(pictures)
+
+    monkeypatch.setattr(type(model), "decode_latents", decode_and_tell)
+    monkeypatch.setattr("ebbflow.offline.rollouts.encode_pngs", encode_once_the_next_is_generated)
+    generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "rollouts.parquet")
+    assert num_decoded == 4
+    assert len(read_latents(tmp_path / "rollouts.parquet")) == 16
+
+
+def test_a_failure_to_write_ends_the_shard_and_leaves_no_file(
+    make_recipe, model, make_prompts, tmp_path, monkeypatch
+):
+    def fail(pictures):
+        raise OSError("no room")
+
+    ctx = StageContext(make_recipe(offline={"prompts": 4, "shards": 1, "micro_batch": 4}), 1, 1)
+    policy = Policy(model, ctx.recipe.policy, 0)
+    policy.ensure_copy("old")
+    monkeypatch.setattr("ebbflow.offline.rollouts.encode_pngs", fail)
+    with pytest.raises(OSError, match="no room"):
+        generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "rollouts.parquet")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_old_copy_generates(ctx, model, policy, shards, make_prompts, tmp_path):

@@ -16,7 +16,7 @@ from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.shards import choose_image_size, read_image_size, read_layout
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.storage.tables import TableError, read_table
 from ebbflow.training import update
@@ -90,12 +90,9 @@ def train(ctx, base, folder, trained, checkpoints=None, rollouts=None, **rest):
     recorder = MetricsRecorder()
     train_offline_folder(
         ctx,
-        base,
-        folder / "start",
-        tables[0],
+        StageFolders(base, folder / "start", tables[0], trained),
         rollouts,
         tables[1],
-        trained,
         recorder,
         checkpoints,
         **rest,

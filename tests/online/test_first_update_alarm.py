@@ -90,10 +90,15 @@ def test_dead_terms_are_an_alarm_whatever_their_cause(stage):
     assert "clip_range" in alarm
 
 
+@pytest.mark.parametrize("stage", [{"mode": "async"}, {"rollout_precision": "bfloat16"}])
+def test_another_engine_is_corrected_by_default(stage):
+    stage = stage_of({"name": "mix_grpo"}, engine="vllm_omni", **stage)
+    assert said(stage, corrected=False) == []
+
+
 APART = [
     {"mode": "one_step_off"},
     {"mode": "async"},
-    {"engine": "vllm_omni"},
     {"rollout_precision": "bfloat16"},
 ]
 
@@ -115,7 +120,7 @@ def test_rollouts_of_another_policy_are_corrected_or_an_alarm(stage):
         )
 
 
-@pytest.mark.parametrize("stage", [{}, {"rollout_precision": "float32"}])
+@pytest.mark.parametrize("stage", [{}, {"rollout_precision": "float32"}, {"engine": "vllm_omni"}])
 def test_rollouts_of_the_policy_itself_need_no_correction(stage):
     assert said(stage_of({"name": "mix_grpo"}, **stage), corrected=False) == []
 

@@ -12,11 +12,11 @@ from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, compute_flow_matching_error
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
+from ebbflow.models.base import predict
 from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.online import loop
 from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.messages import build_training_batch
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.recipe.algorithms import ForwardConfig
@@ -24,8 +24,10 @@ from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rewards.groups import compute_win_rates
+from ebbflow.rollouts import generate
 from ebbflow.rollouts.generate import generate_samples, join_rollouts
 from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.training import update
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import changed, moved, values
@@ -221,6 +223,27 @@ def test_micro_batches_do_not_change_a_step(run, name):
         assert (steps[size] - steps[64]).norm() < 1e-3 * steps[64].norm()
 
 
+@pytest.mark.parametrize("name", ["mix_grpo", "diffusion_nft"])
+def test_passes_of_rollouts_and_updates_are_equal(run, monkeypatch, name):
+    """Groups of 6 in micro-batches of 4 are passes of 3 and 3, not of 4 and 2."""
+    sizes = {generate: set(), update: set()}
+
+    def record_rows(module, predict=predict):
+        def predict_and_record(model, latents, *arguments, **keys):
+            sizes[module].add(len(latents))
+            return predict(model, latents, *arguments, **keys)
+
+        monkeypatch.setattr(module, "predict", predict_and_record)
+
+    record_rows(generate)
+    record_rows(update)
+    _, _, logged, _ = run(
+        algorithm=keys_of(name), steps=1, prompts_per_step=2, group_size=6, micro_batch=4
+    )
+    assert sizes == {generate: {3}, update: {3}}
+    assert logged[0].get("ratio/first_deviation", 0) == 0
+
+
 def test_a_users_own_algorithm_trains(run):
     own = {
         "name": "custom",
@@ -412,26 +435,28 @@ def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, 
     ctx = StageContext(make_recipe(), 0, 0)
     updater = PolicyUpdater(Policy(model, ctx.recipe.policy, 0), ctx.online_config)
     both = [collect(ctx, updater, scorer, make_prompts(2), step) for step in (0, 1)]
-    batches = [build_training_batch(step, np.zeros(8), np.ones(8, bool)) for step, _ in both]
-    for (step, rollouts), batch in zip(both, batches, strict=True):
-        assert len(batch.keys) == 8
-        assert len(set(batch.keys.prompt_ids)) == 2
-        assert all(
-            list(batch.keys.prompt_ids).count(prompt_id) == 4 for prompt_id in batch.keys.prompt_ids
-        )
+    requests = [step.requests[0] for step, _ in both]
+    for (step, rollouts), request in zip(both, requests, strict=True):
+        assert len(step.requests) == 1
+        assert len(request.keys) == 8
+        assert len(set(request.keys.prompt_ids)) == 2
+        assert all(request.keys.prompt_ids.count(key) == 4 for key in request.keys.prompt_ids)
         images = model.decode_latents(rollouts.latents)
         assert images.shape == (8, 16, 32, 3)
         assert step.scores.reward == pytest.approx(1 - images.mean((1, 2, 3)) / 255)
-    pairs = [set(zip(batch.keys.prompt_ids, batch.keys.samples, strict=True)) for batch in batches]
+    pairs = [
+        set(zip(request.keys.prompt_ids, request.keys.samples, strict=True)) for request in requests
+    ]
     assert len(pairs[0] | pairs[1]) == 16
     (_, rollouts), (_, later) = both
     assert rollouts.trajectory.steps.tolist() == [0, 1]
     assert later.trajectory.steps.tolist() == [1, 2]
-    conditioning = batches[0].conditioning.select_rows(torch.from_numpy(batches[0].sample_index))
+    sample_index = torch.from_numpy(requests[0].sample_index)
+    conditioning = requests[0].conditioning.select_rows(sample_index)
     again = generate_samples(
         model,
         conditioning,
-        batches[0].keys,
+        requests[0].keys,
         ctx.config.sampler,
         Plan((0, 1), (0, 1)),
         ctx.config.micro_batch,

@@ -417,8 +417,8 @@ def test_invalid_combinations_are_rejected_with_a_fix(make_recipe):
         ({"resources": {"training": {"cores": [0]}}}, "training.cores.*placement: ray"),
         ({"resources": {"rollout": {"gpus": 0.5}}}, "rollout.gpus.*placement: ray"),
         ({"resources": {"reward": {"cpus": 2}}}, "reward.cpus.*placement: ray"),
-        ({"parity": {"bar": 0.1}}, "parity.*another engine.*vllm_omni"),
-        ({"engine": "vllm_omni"}, "vllm_omni.*qwen_image and sd3.*diffusers"),
+        ({"parity": {"max_shift": 0.1}}, "parity.*another engine.*vllm_omni"),
+        ({"engine": "vllm_omni"}, "vllm_omni.*qwen_image.*sd3.*diffusers"),
     ):
         with pytest.raises(RecipeError, match=f"(?s){message}"):
             make_recipe(online=keys)

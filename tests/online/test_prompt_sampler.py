@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ebbflow.algorithms.advantages import (
     compute_advantages,
@@ -19,6 +21,7 @@ from ebbflow.data.sampling import sample_prompts
 from ebbflow.flow.noise import generate_initial_noise
 from ebbflow.models import load_model
 from ebbflow.offline.rollouts import choose_shard_prompts
+from ebbflow.online import in_flight
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import run_online_stage
@@ -35,6 +38,7 @@ from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.training.checkpoint import CheckpointError
 from ebbflow.training.policy import Policy
 from ebbflow.training.stage_loop import StageState
 from ebbflow.training.update import PolicyUpdater
@@ -419,7 +423,7 @@ def test_an_engine_passes_the_gate_before_it_makes_the_first_pass(
     )
     trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online_config))
     engine = RolloutWorker(Stale(ctx, other))
-    with pytest.raises(ParityError, match="log-probs"):
+    with pytest.raises(ParityError, match="generates with other weights|denoising steps are not"):
         run_online_stage(
             ctx,
             LocalWorkers(trainer, Scorer(((reward, 1.0),)), engine),
@@ -505,3 +509,14 @@ def test_a_stage_trains_on_prompt_sets_with_their_own_rewards(mixed, base_folder
         assert step["reward/mean"] == pytest.approx(
             (6 * step["score/a"] + 2 * 2 * step["score/b"]) / 8
         )
+
+
+def test_rollouts_in_flight_of_an_earlier_layout_are_refused(tmp_path):
+    """Its trajectories had ``latents`` and ``next_latents``, which ``states`` have replaced."""
+    folder = tmp_path / "checkpoints" / "step-00003"
+    folder.mkdir(parents=True)
+    tensors = {f"3/0/trajectory/{name}": torch.zeros(1) for name in ("latents", "next_latents")}
+    header = {"steps": [{"step": 3, "prompts": [], "num_dropped": 0, "parts": []}], "next": 4}
+    save_file(tensors, folder / in_flight.FILE, {in_flight.HEADER: json.dumps(header)})
+    with pytest.raises(CheckpointError, match=f"earlier version.*remove {folder.parent} to begin"):
+        load_in_flight(folder, None)

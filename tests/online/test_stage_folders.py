@@ -12,8 +12,9 @@ import torch
 
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
+from ebbflow.flow.windows import plan_window
 from ebbflow.models import load_model
-from ebbflow.online import loop
+from ebbflow.online import loop, rollout_queue
 from ebbflow.online.loop import train_online_folder
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
@@ -57,13 +58,12 @@ def test_windows_and_statistics_go_on_in_the_next_stage(
     prompts, start = folders
     ctx = StageContext(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0)
     seen = []
-    plan = StageContext.plan_window
 
-    def watched(ctx, step):
+    def watched(stage, seed, step):
         seen.append(step)
-        return plan(ctx, step)
+        return plan_window(stage, seed, step)
 
-    monkeypatch.setattr(StageContext, "plan_window", watched)
+    monkeypatch.setattr(rollout_queue, "plan_window", watched)
     folder = start(ctx.recipe)
     counts = []
     for name in ("first", "second"):

@@ -5,6 +5,7 @@ left to them.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ebbflow.algorithms.advantages import AdvantageResult
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
 from ebbflow.models.base import ModelError
-from ebbflow.online.messages import RolloutRequest, TrainingBatch
+from ebbflow.online.messages import RolloutRequest
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
@@ -126,7 +128,9 @@ def recipe_of(case: str) -> Recipe:
     return Recipe.model_validate({"stages": [small_stage(stage)], "policy": policy})
 
 
-def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[TrainingBatch, Rollouts]:
+def train_arguments(
+    base: Path, ctx: StageContext, case: str
+) -> tuple[list[RolloutRequest], AdvantageResult, Rollouts]:
     """A step's rollouts by the untouched base model: the same in every process."""
     model = load_model(base)
     config = ctx.online_config
@@ -134,7 +138,8 @@ def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Traini
     keys = SampleKeys(ctx.stage_seed, sample_index.tolist(), [*range(3)] * 5)
     conditioning = model.encode_texts(TEXTS)
     rows = conditioning.select_rows(torch.from_numpy(sample_index))
-    chosen = Plan((0, 1), (0, 1)) if config.window else None
+    compares_means = config.hyper_parameters.compares_means
+    chosen = Plan((0, 1), (0, 1), with_means=compares_means) if config.window else None
     rollouts = generate_samples(
         model, rows, keys, config.sampler, chosen, 4, config.rollout_precision
     )
@@ -143,15 +148,11 @@ def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Traini
         rollouts.trajectory.log_probs.add_(1)
         for row, value in zip(LEFT[case], left, strict=True):
             rollouts.trajectory.log_probs[row] = value
-    advantages = np.array([2, -1, -1, 1, 0.5, -1.5, -1, -0.5, 1.5, 3, -1, -2, 0, 0, 0], np.float32)
+    values = np.array([2, -1, -1, 1, 0.5, -1.5, -1, -0.5, 1.5, 3, -1, -2, 0, 0, 0], np.float32)
     prompts = [Prompt(index, text, "", None, "", "train", "{}") for index, text in enumerate(TEXTS)]
     shown = [prompts[index] for index in sample_index]
-    return (
-        TrainingBatch(
-            0, conditioning, sample_index, keys, advantages, sample_index < 4, prompts=shown
-        ),
-        rollouts,
-    )
+    request = RolloutRequest(0, shown, conditioning, sample_index, keys, config.sampler, chosen)
+    return [request], AdvantageResult(values, sample_index < 4, {}), rollouts
 
 
 def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> TrainingWorker:
@@ -173,9 +174,10 @@ def two_steps(base: Path, case: str, file: Path, ranks: Ranks) -> dict[str, Any]
     """Two steps on the same rollouts, which are stale at the second; rank 0 writes the
     parameters."""
     ctx = StageContext(recipe_of(case), 0, 0)
-    trainer, (batch, rollouts) = trainer_of(base, ctx, ranks), batch_and_rollouts(base, ctx, case)
+    trainer = trainer_of(base, ctx, ranks)
+    arguments = train_arguments(base, ctx, case)
     first = trainer.publish(0)
-    reports = [trainer.train(batch, rollouts) for _ in range(2)]
+    reports = [trainer.train(*arguments) for _ in range(2)]
     last = trainer.publish(2, "current")
     generates = trainer.publish(2)
     if ranks.rank == 0:
@@ -285,17 +287,13 @@ def test_what_the_cases_are_about_happens(together):
 def test_workers_generate_with_the_weights_that_the_trainer_publishes(base_folder):
     """Every version is received once and verified; damaged weights are not generated with."""
     ctx = StageContext(recipe_of("samples"), 0, 0)
-    trainer, (batch, rollouts) = (
-        trainer_of(base_folder, ctx, Ranks(0, 1)),
-        batch_and_rollouts(base_folder, ctx, "samples"),
-    )
+    trainer = trainer_of(base_folder, ctx, Ranks(0, 1))
+    requests, advantages, rollouts = train_arguments(base_folder, ctx, "samples")
     worker = RolloutWorker(Diffusers(ctx, Policy(load_model(base_folder), ctx.recipe.policy, 0)))
-    request = RolloutRequest(
-        0, [], batch.conditioning, batch.sample_index, batch.keys, ctx.online_config.sampler, None
-    )
+    request = replace(requests[0], prompts=[], plan=None)
     latents = [rollouts.latents]
     for version in (1, 2):
-        trainer.train(batch, rollouts)
+        trainer.train(requests, advantages, rollouts)
         weights = trainer.publish(version)
         reports = []
         for _ in range(2):
@@ -305,7 +303,7 @@ def test_workers_generate_with_the_weights_that_the_trainer_publishes(base_folde
         assert reports[0].receive_seconds > 0 == reports[1].receive_seconds
         assert (found.latents - latents[-1]).abs().max() > 1e-5
         latents.append(found.latents)
-    trainer.train(batch, rollouts)
+    trainer.train(requests, advantages, rollouts)
     weights = trainer.publish(3)
     next(iter(weights.buckets[0].values())).view(-1)[0] += 1e-3
     with pytest.raises(TransferError, match="the weights of version 3 arrived as"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -165,6 +166,9 @@ def test_a_request_that_kills_every_worker_ends_the_stage(work):
     _, failed = work(rollouts(crew, 1), [7])
     assert failed == {7: f"WorkerDied: killed (attempt {MAX_DEATHS} of {MAX_DEATHS})"}
 
+    class Request(int):
+        step = 0
+
     class Queue:
         workers = type("Workers", (), {"rollout": rollouts(Crew(crew.script), 1)})
         spans = []
@@ -181,9 +185,39 @@ def test_a_request_that_kills_every_worker_ends_the_stage(work):
                 r" request.*killed.*micro_batch"
             ),
         ):
-            asyncio.run(RolloutQueue.generate_request(Queue(), 7, lambda: None))
+            asyncio.run(RolloutQueue.generate_request(Queue(), Request(7), lambda: None))
     finally:
         Hand.call = whole
+
+
+def test_an_answer_in_time_counts_however_late_the_event_loop_sees_it():
+    answered = threading.Event()
+
+    class Judge:
+        calls = 0
+
+        def score(self):
+            self.calls += 1
+            answered.set()
+            return "score"
+
+    judge = Judge()
+    worker = ThreadWorker(judge)
+
+    async def start(index):
+        return worker
+
+    async def run():
+        pool = WorkerPool("reward", [worker], start, timeout=0.2, max_attempts=2)
+        call = asyncio.ensure_future(pool.run(lambda worker: worker.call(Judge.score)))
+        await asyncio.sleep(0)
+        # As training does: nothing else has a turn until long after the deadline.
+        assert answered.wait(60)
+        time.sleep(0.4)
+        return await call, pool.num_replaced
+
+    assert asyncio.run(run()) == ("score", 0)
+    assert judge.calls == 1
 
 
 def test_images_that_are_gone_cost_no_reward_worker_and_no_attempt(work):
@@ -217,9 +251,8 @@ def test_what_a_checkpoint_does_not_find_is_generated_again():
         return asyncio.ensure_future(done(again))
 
     async def run():
-        step = StepInFlight(
-            3, [asyncio.ensure_future(done(part)) for part in (gone, found)], weights="version 2"
-        )
+        tasks = [asyncio.ensure_future(done(part)) for part in (gone, found)]
+        step = StepInFlight(3, [request, request], tasks, weights="version 2")
         return [await queue.fetch_part(step, index) for index in range(2)]
 
     queue.workers = SimpleNamespace(fetch_value=fetch)
@@ -353,7 +386,7 @@ class Rank:
         self.outcome = outcome
         self.seconds = seconds
 
-    async def call(self, method, batch):
+    async def call(self, method, requests, advantages):
         await asyncio.sleep(self.seconds)
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -361,7 +394,7 @@ class Rank:
 
 
 def test_a_group_gives_every_ranks_answer_in_order():
-    assert asyncio.run(TrainingGroup([Rank("first", 0.02), Rank("second")]).train(None)) == [
+    assert asyncio.run(TrainingGroup([Rank("first", 0.02), Rank("second")]).train(None, None)) == [
         "first",
         "second",
     ]
@@ -374,14 +407,14 @@ def test_the_rank_that_died_explains_the_others():
         [Rank(RuntimeError("connection reset")), Rank(died, 0.05), Rank("waits", 60)], grace=0.3
     )
     with pytest.raises(StageError, match="rank 1 died") as error:
-        asyncio.run(group.train(None))
+        asyncio.run(group.train(None, None))
     assert error.value.__notes__ == ["another rank: connection reset"]
 
 
 def test_a_rank_that_died_is_said_at_once():
     group = TrainingGroup([Rank(StageError("rank 0 died")), Rank("waits", 3600)], grace=3600)
     with pytest.raises(StageError, match="rank 0 died"):
-        asyncio.run(asyncio.wait_for(group.train(None), 60))
+        asyncio.run(asyncio.wait_for(group.train(None, None), 60))
 
 
 def test_the_modes_differ_in_the_steps_that_run_ahead(make_recipe):

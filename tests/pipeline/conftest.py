@@ -45,16 +45,20 @@ def run_pipeline(
     return run_forked(command, cwd=ROOT, env=environment, timeout=900, watch=watch)
 
 
-def package(folder: Path, image: str = "ebbflow:test", deployment: str = "") -> Path:
+def package(
+    folder: Path, image: str = "ebbflow:test", deployment: str = "", recipe: str = ""
+) -> Path:
     """What ``pyflyte package`` makes of the workflows, as an archive.
 
     Args:
         deployment: the deployment itself, as JSON.
+        recipe: the file of the recipe of the schedule ``nightly``; without it there is none.
     """
     archive = folder / "flyte.tgz"
     options = ["--image", image, "--source", ".", "--output", str(archive), "--force"]
     command = [str(PYFLYTE), "--pkgs", "workflows", "package", *options]
-    environment = os.environ | ({"EBBFLOW_DEPLOYMENT": deployment} if deployment else {})
+    variables = {"EBBFLOW_DEPLOYMENT": deployment, "EBBFLOW_RECIPE": recipe}
+    environment = os.environ | {name: value for name, value in variables.items() if value}
     done = run_forked(command, cwd=ROOT, env=environment, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return archive

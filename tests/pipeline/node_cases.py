@@ -37,7 +37,7 @@ GROUP = GracefulElastic(
 def train(recipe: Recipe, folder: str, name: str, dies: str) -> str:
     from ebbflow.compute import set_up_process
     from ebbflow.offline.training import train_offline_folder
-    from ebbflow.stage import MetricsRecorder, StageContext
+    from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
     from ebbflow.training.distributed import PeerLost, join_process_group
     from ebbflow.training.stop_conditions import Preempted
 
@@ -50,18 +50,13 @@ def train(recipe: Recipe, folder: str, name: str, dies: str) -> str:
             end_at(int(dies.partition(" ")[0]), dies.partition(" ")[2])
         checkpoints = open_checkpoints(tracked(here, name), ctx, ranks.rank, ranks.local_rank)
         ranks.wait_for_all()
-        inputs = (
-            here / "start",
-            here / "prompts.parquet",
-            sorted(here.glob("rollouts-*")),
-            here / "advantages.parquet",
-        )
+        base = Path((here / "base").read_text())
         replicas = ranks.num_nodes if "HYBRID" in os.environ else 1
         train_offline_folder(
             ctx,
-            Path((here / "base").read_text()),
-            *inputs,
-            here / name,
+            StageFolders(base, here / "start", here / "prompts.parquet", here / name),
+            sorted(here.glob("rollouts-*")),
+            here / "advantages.parquet",
             recorder,
             checkpoints,
             replicas,

@@ -37,9 +37,10 @@ from flyteidl.core.literals_pb2 import (
     LiteralMap,
     Primitive,
     Scalar,
+    Union,
 )
 from flyteidl.core.tasks_pb2 import TaskTemplate
-from flyteidl.core.types_pb2 import PromiseAttribute, SimpleType
+from flyteidl.core.types_pb2 import Error, LiteralType, PromiseAttribute, SimpleType, TypeStructure
 from flyteidl.core.workflow_pb2 import ArrayNode, Node, WorkflowTemplate
 from fsspec import AbstractFileSystem
 from google.protobuf.json_format import MessageToDict
@@ -101,6 +102,8 @@ class Cluster:
     """Modules of tasks whose machine is lost right after the first attempt: Flyte hears nothing of
     it and starts a second.
     """
+    broken: Collection[str] = ()
+    """Modules of tasks whose pods never start."""
     pods: list[str] = field(default_factory=list)
     """The name of every attempt so far."""
     run: Callable[[Attempt], str] | None = None
@@ -137,11 +140,27 @@ def execute(
         execution: its name, unique in the bucket.
 
     Raises:
-        PodFailed: a task failed, or a person did not approve.
+        PodFailed: a task failed, or a person did not approve. The workflow's failure node has run.
     """
-    return _run_workflow(
-        _Engine(cluster, execution, package), package.workflows[workflow], inputs, ""
-    )
+    engine = _Engine(cluster, execution, package)
+    template = package.workflows[workflow]
+    try:
+        return _run_workflow(engine, template, inputs, "")
+    except PodFailed as error:
+        if template.HasField("failure_node"):
+            node = template.failure_node
+            values = _bind(node.inputs, {"": inputs}) | {"err": _error(str(error))}
+            _run_node(engine, node, values, f"/{node.id}")
+        raise
+
+
+def _error(message: str) -> Literal:
+    """What the input ``err`` of a failure node holds, as ``ResolveErrorInputLiteralData`` in
+    flytepropeller makes it.
+    """
+    kind = LiteralType(simple=SimpleType.ERROR, structure=TypeStructure(tag="FlyteError"))
+    value = Literal(scalar=Scalar(error=Error(message=message, failed_node_id="fn0")))
+    return Literal(scalar=Scalar(union=Union(value=value, type=kind)))
 
 
 @dataclass(frozen=True)
@@ -308,6 +327,8 @@ def _attempts(
     lost = _module(task) in cluster.lost
     for attempt in range(1 + lost + retries):
         cluster.pods.append(f"{path}/{attempt} {task.id.name}")
+        if _module(task) in cluster.broken:
+            raise PodFailed(f"{cluster.pods[-1]}: ImagePullBackOff")
         said = _run_pod(engine, task, path, attempt, index)
         document = _read(engine, f"{here}/{attempt}/error.pb", ErrorDocument)
         if document is None and not (lost and attempt == 0):

@@ -21,7 +21,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import Comparison, Evaluation, GateDecision, StageRecord, TrackedRun
-from ebbflow.evaluation import gate
+from ebbflow.evaluation import gate, gate_scores
 from ebbflow.recipe import Recipe
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import write_table
@@ -51,7 +51,7 @@ ONLINE: dict[str, Any] = {
 MERGE = ONLINE | {"algorithm": {"name": "distillation", "teachers": TEACHERS}}
 SETTINGS: dict[str, Any] = {
     "prompts": {
-        "validation": 24,
+        "validation": 72,
         "held_out": 12,
         "mixture": [{"name": name, "source": f"{name}.txt"} for name in NAMES],
     },
@@ -190,7 +190,10 @@ def test_branches_are_parallel_nodes_and_the_merge_waits_for_all(
         ("evaluate_branch 3", {"select_prompts 0", "train_online 2"}),
         ("train_online 4", {"select_prompts 0", "train_online 2"}),
         ("evaluate_branch 5", {"select_prompts 0", "train_online 4"}),
-        ("choose_specialist 6", {"evaluate_branch 1", "evaluate_branch 3", "evaluate_branch 5"}),
+        (
+            "choose_specialist 6",
+            {"select_prompts 0", "evaluate_branch 1", "evaluate_branch 3", "evaluate_branch 5"},
+        ),
     ]
 
 
@@ -205,12 +208,29 @@ def test_a_branch_hands_on_what_its_gate_passed(
 ) -> None:
     compared: list[Any] = []
 
+    def score(
+        view: Recipe,
+        prompts: Path,
+        evaluations: dict[str, Evaluation],
+        samples: dict[str, Path],
+        targets: dict[str, Path],
+    ) -> dict[str, Evaluation]:
+        compared.append([prompts.name, *evaluations])
+        for side, target in targets.items():
+            target.write_bytes(samples[side].read_bytes())
+        return {
+            side: one.model_copy(update={"label": f"{one.label} scored anew"})
+            for side, one in evaluations.items()
+        }
+
     def decide(
         view: Recipe, candidate: Evaluation, champion: Evaluation, *samples: pa.Table
     ) -> GateDecision:
         compared.extend([view.prompts.prompt_set_labels, candidate.label, champion.label])
         return decision(promote)
 
+    monkeypatch.setattr(gate_scores, "score_tables_together", score)
+    monkeypatch.setattr(gate_scores, "refuse_unequal_scores", lambda decided, *_: decided)
     monkeypatch.setattr(gate, "decide_by_gate", decide)
     monkeypatch.setattr(nodes, "log_decision", lambda *_: None)
     monkeypatch.setattr(child_run, "log_system_metrics", lambda *_: nullcontext())
@@ -219,10 +239,18 @@ def test_a_branch_hands_on_what_its_gate_passed(
         evaluated(folder(tmp_path, name), name, reward)
         for name, reward in (("before", 0.9), ("best", 0.8), ("last", 0.7))
     ]
+    prompts = tmp_path / "prompts.parquet"
+    prompts.write_text("")
     found = choose_specialist.task_function(
-        recipe=recipe, run=run, round=0, branch="words", history=history
+        recipe=recipe,
+        run=run,
+        prompts=FlyteFile(str(prompts)),
+        round=0,
+        branch="words",
+        history=history,
     )
-    assert compared == [["words"], "best", "before"]
+    sides = ["prompts.parquet", "candidate", "champion"]
+    assert compared == [sides, ["words"], "best scored anew", "before scored anew"]
     assert Path(found.policy.folder.path).name == chosen
     assert [stage.record.label for stage in found.stages] == ["best", "last"]
 

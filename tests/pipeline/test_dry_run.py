@@ -47,7 +47,7 @@ def test_every_recipe_is_planned(
             for line in work.splitlines()
             if line.split()[:2] == label.split() and "," in line or f"{label}  " in line
         ]
-        assert f"{samples * stage.group_size:,}" in row
+        assert f"{samples * stage.group_size if stage.takes_prompts else 0:,}" in row
         assert f"{label} training" in text
     assert "GiB that a whole run keeps" in text
     assert not list(tmp_path.iterdir())
@@ -61,11 +61,15 @@ def test_the_machines_are_those_of_the_deployment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plan, "DEPLOYMENT", decided)
     text = dry_run(recipe=load_recipe(RECIPES[0].with_name("tiny.yaml")))
     assert (
-        "accelerated (text encoding, rollouts, online training, evaluations): processes 1, cores 2,"
+        "accelerated (text encoding, rollouts, online stages in one process, evaluations):"
+        " processes 1, cores 2,"
         " 99Gi, 1 x GPU" in text
     )
-    assert "training_group (offline training): processes 8, cores 32, 64Gi, 8 x nvidia-h100" in text
-    assert "processes in the training of an offline stage: 8" in text
+    assert (
+        "training_group (offline training, online stages with placement: colocated): processes 8,"
+        " cores 32, 64Gi, 8 x nvidia-h100" in text
+    )
+    assert "processes in an offline or a colocated stage: 8" in text
 
 
 def test_tokens_that_cannot_be_shared_are_refused_before_anything_is_generated(

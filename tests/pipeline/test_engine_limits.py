@@ -29,7 +29,9 @@ def by_default(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
 @pytest.fixture(scope="module")
 def deployment() -> dict[str, Any]:
     """The example with everything that changes a pod: several nodes, and time limits."""
-    settings: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text()) | {"train_nodes": 2}
+    settings: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+    # The recipes of schedules are files of the registration.
+    settings |= {"train_nodes": 2, "schedules": []}
     for kind in ("light", "accelerated", "training_group", "ray_cluster"):
         settings[kind]["max_hours"] = 24
     return settings
@@ -66,8 +68,9 @@ def test_the_workers_of_ray_have_resources_of_their_own_and_the_shared_memory(
     workers = pods[f"{RAY} (workers gpus)"]
     (container,) = workers.spec["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    (volume,) = workers.spec["volumes"]
-    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
+    code, shared_memory = workers.spec["volumes"]
+    assert code == {"name": "code", "emptyDir": {}}
+    assert shared_memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
     assert workers.spec["serviceAccountName"] == "ebbflow"
     assert pods[f"{RAY} (submitter)"].spec["serviceAccountName"] == "default"
 

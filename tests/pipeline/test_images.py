@@ -60,6 +60,7 @@ def _pip() -> argparse.ArgumentParser:
         "--python",
         "--torch-backend",
         "--extra",
+        "--config-settings",
     ):
         parser.add_argument(option)
     for flag in ("--system", "--no-cache", "--no-cache-dir", "--no-deps"):
@@ -75,8 +76,9 @@ def _installs(run: str) -> list[argparse.Namespace]:
 
 
 def _pins(file: Path) -> dict[str, str]:
-    """Package and version of every line, each of which must be a pin."""
-    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    """Package and version of every line, each of which must be a pin, with hashes or without."""
+    text = re.sub(r" \\\n    --hash=sha256:[0-9a-f]{64}", "", file.read_text())
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9._-]+==[\w.+]+", line) for line in lines), (
         f"{file.name} has a line that is no pin"
     )
@@ -99,6 +101,24 @@ def _wanted(install: argparse.Namespace, copied: dict[str, Path]) -> list[str]:
     return file.read_text().split()
 
 
+def test_every_package_but_torch_has_hashes() -> None:
+    """uv compares the hashes of constraints; torch comes from several indexes with other builds."""
+    text = (ROOT / "constraints.txt").read_text()
+    assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}", text)) > len(
+        _pins(ROOT / "constraints.txt")
+    )
+    assert re.findall(r"^([a-z0-9._-]+)==[\w.+]+$", text, re.MULTILINE) == ["torch"]
+
+
+def test_actions_of_ci_are_commits() -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    actions = re.findall(r"uses: (\S+)(.*)", text)
+    assert actions
+    for action, comment in actions:
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r"  # v\d+\.\d+\.\d+", comment), action
+
+
 def test_there_are_the_four_images() -> None:
     assert [file.stem for file in DOCKERFILES] == ["base", "reward", "rollout", "trainer"]
 
@@ -112,12 +132,12 @@ def test_what_a_dockerfile_copies_exists(file: Path) -> None:
     assert [source for source in sources if not (ROOT / source).exists()] == []
 
 
-def test_the_images_stand_on_one_exact_tag() -> None:
+def test_the_images_stand_on_one_digest() -> None:
     stands_on = {
         rest for file in DOCKERFILES for name, rest in _instructions(file) if name == "FROM"
     }
     assert stands_on == {build_cpu_image("localhost:1").base_image}
-    assert re.fullmatch(r"python:3\.11\.\d+-slim-[a-z]+", stands_on.pop())
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}", stands_on.pop())
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
@@ -142,6 +162,15 @@ def test_everything_that_is_installed_is_pinned(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
+def test_packages_are_installed_with_their_bytecode(file: Path) -> None:
+    instructions = _instructions(file)
+    variables = [rest for name, rest in instructions if name == "ENV"]
+    assert "PYTHONDONTWRITEBYTECODE=1" in " ".join(variables)
+    installs = [index for index, (_, rest) in enumerate(instructions) if "uv pip install" in rest]
+    assert ("ENV", "UV_COMPILE_BYTECODE=1") in instructions[: installs[0]]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
 def test_an_image_runs_as_any_user_and_writes_into_tmp_alone(file: Path) -> None:
     instructions = _instructions(file)
     (user,) = (rest for name, rest in instructions if name == "USER")
@@ -149,9 +178,23 @@ def test_an_image_runs_as_any_user_and_writes_into_tmp_alone(file: Path) -> None
     assert ("WORKDIR", "/opt/ebbflow") in instructions
     assert "/root" not in file.read_text()
     (variables,) = (rest.split() for name, rest in instructions if name == "ENV" and "HOME" in rest)
-    assert {"HOME=/tmp", "USER=ebbflow", "PYTHONPATH=/opt/ebbflow"} <= set(variables), (
-        "MLflow and torch ask for a user's name"
-    )
+    assert {"HOME=/tmp", "USER=ebbflow"} <= set(variables), "MLflow and torch ask for a user's name"
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
+def test_uploaded_sources_come_before_those_of_an_image(file: Path) -> None:
+    """They come by PYTHONPATH, which pods set, and that comes before an editable installation."""
+    variables = " ".join(rest for name, rest in _instructions(file) if name == "ENV")
+    assert "PYTHONPATH" not in variables
+    installs = [
+        install
+        for name, rest in _instructions(file)
+        if name == "RUN"
+        for install in _installs(rest)
+    ]
+    # Of the pods' own Python: with it, modules of the user's are found beside Ebbflow.
+    (install,) = (one for one in installs if one.editable == "." and not one.python)
+    assert install.config_settings == "editable_mode=compat"
 
 
 @pytest.mark.parametrize("image", ["base", "reward", "rollout"])

@@ -4,6 +4,7 @@ dynamic's own compilation.
 
 from __future__ import annotations
 
+import json
 import tarfile
 from contextlib import nullcontext
 from datetime import timedelta
@@ -17,23 +18,26 @@ from flytekit import FlyteContextManager
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState
 from flytekit.core.type_engine import TypeEngine
-from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.models.dynamic_job import DynamicJobSpec
 from flytekit.models.literals import Literal
 from flytekit.models.types import SimpleType
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from ebbflow.data.records import Comparison, Evaluation, GateDecision, Registration, TrackedRun
-from ebbflow.recipe import Recipe, load_recipe
+from ebbflow.data.records import Comparison, GateDecision, Registration, TrackedRun
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from tasks.deployment import DeploymentConfig
 from tasks.promote_policy import promote_policy
+from tasks.read_recipe import read_recipe
 from tasks.register_policy import register_policy
 from tasks.request_approval import ApprovalError, request_approval
+from tasks.schedules import ScheduleConfig
 from tasks.start_run import start_run
+from tasks.transformers import write_recipe_text
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
 from tasks.write_report import Report, write_report
 from tests.pipeline.conftest import ROOT, package
+from tests.pipeline.records import make_evaluation
 from workflows import launch_plans
 from workflows.post_training import conclude
 
@@ -45,7 +49,20 @@ GLYPH = load_recipe(ROOT / "workflows" / "recipes" / "glyph.yaml")
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, launch_plan_pb2.LaunchPlan]:
-    with tarfile.open(package(tmp_path_factory.mktemp("package"))) as archive:
+    folder = tmp_path_factory.mktemp("package")
+    for name in ("first", "second"):
+        (folder / f"{name}.yaml").write_text(f"name: {name}\noutput: s3://bucket/runs\n")
+    schedules = [
+        {"name": "weekly", "recipe": str(folder / "first.yaml"), "cron": "30 4 * * 1"},
+        {
+            "name": "second",
+            "recipe": str(folder / "second.yaml"),
+            "approval": 5,
+            "notifications": {"email": ["second@example.com"]},
+        },
+    ]
+    deployment = {"schedules": schedules, "notifications": {"slack": ["all@example.com"]}}
+    with tarfile.open(package(folder, deployment=json.dumps(deployment))) as archive:
         files = [archive.extractfile(member) for member in archive if member.name.endswith("_3.pb")]
         decoded = [launch_plan_pb2.LaunchPlan.FromString(file.read()) for file in files if file]
     return {plan.id.name: plan for plan in decoded}
@@ -59,59 +76,84 @@ def _recipe(literal: Any) -> Recipe:
     return value
 
 
-def test_the_nightly_plan_runs_at_two_with_a_fixed_recipe(
+def test_each_schedule_of_the_deployment_is_a_plan_with_its_recipe(
     plans: dict[str, launch_plan_pb2.LaunchPlan],
 ) -> None:
-    spec = plans["workflows.launch_plans.nightly"].spec
-    assert spec.workflow_id.name == "workflows.post_training.post_train"
-    assert spec.entity_metadata.schedule.cron_schedule.schedule == "0 2 * * *"
-    assert spec.entity_metadata.schedule.kickoff_time_input_arg == ""
-    assert list(spec.fixed_inputs.literals) == ["recipe"]
-    assert list(spec.default_inputs.parameters) == []
-    recipe = _recipe(spec.fixed_inputs.literals["recipe"])
-    assert recipe.promotion.approval == 72
-    assert recipe.model_dump(exclude={"promotion": {"approval"}}) == GLYPH.model_dump(
-        exclude={"promotion": {"approval"}}
-    )
+    expected = {
+        "weekly": ("first", 72, "30 4 * * 1", ["all@example.com"]),
+        "second": ("second", 5, "0 2 * * *", ["second@example.com"]),
+    }
+    for name, (recipe_name, approval, cron, addresses) in expected.items():
+        spec = plans[f"workflows.launch_plans.{name}"].spec
+        assert spec.workflow_id.name == "workflows.retraining.retrain"
+        schedule = spec.entity_metadata.schedule
+        assert schedule.cron_schedule.schedule == cron
+        assert schedule.kickoff_time_input_arg == "kickoff_time"
+        assert spec.concurrency_policy.max == 1
+        # Flyte fills in the time of the kickoff; everything else is fixed.
+        assert list(spec.fixed_inputs.literals) == ["recipe"]
+        assert list(spec.default_inputs.parameters) == ["kickoff_time"]
+        recipe = _recipe(spec.fixed_inputs.literals["recipe"])
+        assert (recipe.name, recipe.promotion.approval) == (recipe_name, approval)
+        (notification,) = spec.entity_metadata.notifications
+        kind = notification.email if name == "second" else notification.slack
+        assert list(kind.recipients_email) == addresses
 
 
 def test_the_manual_plan_has_a_default_recipe_and_no_schedule(
     plans: dict[str, launch_plan_pb2.LaunchPlan],
 ) -> None:
     spec = plans["workflows.launch_plans.manual"].spec
-    assert spec.workflow_id.name == "workflows.post_training.post_train"
+    assert spec.workflow_id.name == "workflows.post_training.post_train_by_name"
     assert not spec.entity_metadata.HasField("schedule")
     assert list(spec.fixed_inputs.literals) == []
-    (parameter,) = spec.default_inputs.parameters.values()
-    assert not parameter.required
-    assert _recipe(parameter.default).promotion.approval == 72
+    parameters = spec.default_inputs.parameters
+    # Scalars, which the launch form shows.
+    assert parameters["recipe"].default.scalar.primitive.string_value == "glyph"
+    assert parameters["approval_hours"].default.scalar.primitive.float_value == 72
+
+
+def test_the_manual_plan_shows_a_recipe_of_the_users(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nseed: 3\n")
+    monkeypatch.setenv("EBBFLOW_RECIPE", str(file))
+    text = launch_plans._name_default_recipe()
+    assert "\n" not in text
+    assert read_recipe(recipe=text, approval_hours=0.0) == load_recipe(file)
+
+
+@pytest.mark.parametrize("form", ["name", "text", "uri"])
+def test_a_recipe_is_read_by_its_name_its_text_or_its_uri(form: str, tmp_path: Path) -> None:
+    file = ROOT / "workflows" / "recipes" / "glyph.yaml"
+    recipe = {"name": "glyph", "text": file.read_text(), "uri": file.as_uri()}[form]
+    assert read_recipe(recipe=recipe, approval_hours=0.0) == GLYPH
+    assert read_recipe(recipe=recipe, approval_hours=5.0).promotion.approval == 5
+    promotion = GLYPH.promotion.model_copy(update={"approval": 1.0})
+    asking = write_recipe_text(GLYPH.model_copy(update={"promotion": promotion}))
+    assert read_recipe(recipe=asking, approval_hours=5.0).promotion.approval == 1
+
+
+def test_an_unknown_recipe_names_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match=r"recipe = 'glif': give the URI .* glyph, "):
+        read_recipe.task_function(recipe="glif", approval_hours=0.0)
 
 
 def test_the_launch_plans_have_a_recipe_and_a_workflow_alone_asks_for_one(
     plans: dict[str, launch_plan_pb2.LaunchPlan],
 ) -> None:
     # A schedule that lacks an input fails without a word.
-    assert len(plans) == 4
+    assert len(plans) == 9
     for name, plan in plans.items():
-        parameters = plan.spec.default_inputs.parameters
+        parameters = dict(plan.spec.default_inputs.parameters)
+        parameters.pop("approval_hours", None)
+        parameters.pop("kickoff_time", None)
         assert {*parameters, *plan.spec.fixed_inputs.literals} == {"recipe"}
         assert all(
-            parameter.required == name.startswith("workflows.post_training.")
+            parameter.required == (not name.startswith("workflows.launch_plans."))
             for parameter in parameters.values()
         )
-
-
-def test_a_plan_notifies_those_whom_the_deployment_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"email": ["team@example.com"], "slack": ["channel@example.com"], "phases": ["FAILED"]}
-    monkeypatch.setattr(
-        launch_plans, "DEPLOYMENT", DeploymentConfig.model_validate({"notifications": said})
-    )
-    email, slack = (
-        notification.to_flyte_idl() for notification in launch_plans._build_notifications()
-    )
-    assert list(email.email.recipients_email) == said["email"]
-    assert list(slack.slack.recipients_email) == said["slack"]
-    assert list(email.phases) == list(slack.phases) == [WorkflowExecutionPhase.FAILED]
 
 
 def test_a_plan_runs_as_the_service_account_of_the_deployment(
@@ -129,10 +171,7 @@ class Started(Exception):
     """Carries the recipe that a run began with."""
 
 
-@pytest.mark.parametrize(
-    "plan", [launch_plans.nightly, launch_plans.manual], ids=["nightly", "manual"]
-)
-def test_called_in_python_they_run_their_recipe(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_called_in_python_the_manual_plan_runs_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
 
     def begin(recipe: Recipe) -> TrackedRun:
@@ -141,30 +180,49 @@ def test_called_in_python_they_run_their_recipe(plan: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(start_run, "_task_function", begin)
     with pytest.raises(Started):
-        plan()
+        launch_plans.manual()
     assert [recipe.promotion.approval for recipe in begun] == [72]
 
 
-def test_the_recipe_is_named_when_registering(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_the_recipe_of_nightly_is_named_when_registering(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "mine.yaml").write_text("name: mine\npromotion: {approval: 5}\n")
-    monkeypatch.setenv("EBBFLOW_RECIPE", str(tmp_path / "mine.yaml"))
-    recipe = launch_plans._read_recipe_with_approval()
-    assert (recipe.name, recipe.promotion.approval) == ("mine", 5)
+    monkeypatch.delenv("EBBFLOW_RECIPE", raising=False)
+    assert launch_plans._list_schedules() == []
+    assert "no schedule is registered: list schedules in the deployment file" in caplog.text
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\noutput: s3://bucket/runs\npromotion: {approval: 5}\n")
+    monkeypatch.setenv("EBBFLOW_RECIPE", str(file))
+    (schedule,) = launch_plans._list_schedules()
+    recipe = launch_plans._read_scheduled_recipe(schedule)
+    assert (schedule.name, recipe.name, recipe.promotion.approval) == ("nightly", "mine", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("output: runs\n", "output = 'runs' of .*mine.yaml is on the disk of this machine"),
+        ("output: s3://b/r\nprompts: {source: signs.txt}\n", "prompts = '.*signs.txt' of .*mine"),
+        (
+            "output: s3://b/r\nstages: [{kind: offline, algorithm: {name: diffusion_dpo},"
+            " pairs: signs.txt}]\n",
+            "pairs or data = '.*signs.txt' of .*mine",
+        ),
+    ],
+)
+def test_a_schedule_that_would_always_fail_is_refused_when_registering(
+    text: str, problem: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    (tmp_path / "signs.txt").write_text("")
+    with pytest.raises(RecipeError, match=f"schedule nightly: {problem}"):
+        launch_plans._read_scheduled_recipe(ScheduleConfig(name="nightly", recipe=str(file)))
 
 
 # --- approval
 
-EVALUATION = Evaluation(
-    label="before",
-    policy_version=0,
-    held_out={"reward": 0.5},
-    validation={},
-    coverage=1.0,
-    velocity_drift=0.0,
-    seconds={},
-)
+EVALUATION = make_evaluation({"reward": 0.5})
 TARGET = Comparison(
     metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128
 )
@@ -228,7 +286,7 @@ def _compiled(inputs: dict[str, Any]) -> DynamicJobSpec:
 
 def _order(spec: DynamicJobSpec) -> list[str]:
     """The nodes by their tasks' short names, the gate node as what its signal is called, each after
-    what it waits for.
+    what it waits for; those that run at the same time by their names.
     """
     names: dict[str, str] = {}
     waiting = {node.id: node for node in spec.nodes}
@@ -236,12 +294,14 @@ def _order(spec: DynamicJobSpec) -> list[str]:
         ready = [
             node for node in waiting.values() if not set(node.upstream_node_ids) & set(waiting)
         ]
-        (node,) = ready  # one at a time: the order is the only one there can be
-        del waiting[node.id]
-        gate = node.gate_node
-        names[node.id] = (
-            gate.signal.signal_id if gate else node.task_node.reference_id.name.rsplit(".")[-1]
-        )
+        ready_names = {}
+        for node in ready:
+            del waiting[node.id]
+            gate = node.gate_node
+            ready_names[node.id] = (
+                gate.signal.signal_id if gate else node.task_node.reference_id.name.rsplit(".")[-1]
+            )
+        names |= dict(sorted(ready_names.items(), key=lambda item: item[1]))
     return list(names.values())
 
 
@@ -252,12 +312,13 @@ def test_on_a_cluster_a_person_is_asked_between_two_reports(inputs: dict[str, An
         "write_report",
         "request_approval",
         "promotion",
+        "watch_approval",
         "promote_policy",
         "write_report",
     ]
     assert _order(spec) == asked
     (gate,) = [node for node in spec.nodes if node.gate_node]
-    assert gate.metadata.timeout == timedelta(hours=48)
+    assert gate.metadata.timeout == timedelta(hours=49)
     (promotion,) = [
         node
         for node in spec.nodes

@@ -61,6 +61,7 @@ LOST = {
     "tasks.write_report",
 }
 TIMES = (
+    "cost/",
     "seconds/",
     "ms_per_image/",
     "images_per_second",

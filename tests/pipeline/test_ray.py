@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 
+from ebbflow.online import ray_logs
 from ebbflow.online.ray_workers import TrainingDied
 from ebbflow.recipe import Recipe
 from tasks import train_online_ray as module
@@ -72,7 +74,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     training.
     """
 
-    def run(act: Any) -> Any:
+    def run(act: Any, folder: str = "runs/tiny") -> Any:
         def train_stage(ctx: Any, *_: Any, actors: Any) -> Any:
             return act(actors)
 
@@ -80,7 +82,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         artifact = SimpleNamespace(folder=FlyteDirectory(str(tmp_path)))
         given = {
             "recipe": Recipe(),
-            "run": None,
+            "run": SimpleNamespace(folder=folder),
             "base": artifact,
             "policy": artifact,
             "prompts": None,
@@ -93,6 +95,24 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_actors_find_their_folders(stage: Any, tmp_path: Path) -> None:
     found = stage(lambda actors: (actors.base(), actors.policy(), actors.teachers))
     assert found == (tmp_path, tmp_path, {})
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_the_logs_of_the_cluster_are_kept_however_the_stage_ends(
+    stage: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies: bool
+) -> None:
+    monkeypatch.setattr(ray_logs, "save_cluster_logs", lambda save: save("host.tar.gz", b"logs"))
+    monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
+
+    def act(actors: Any) -> None:
+        if dies:
+            raise TrainingDied("training rank 1 died in step 7")
+
+    with pytest.raises(FlyteRecoverableException) if dies else nullcontext():
+        stage(act, folder=f"file://{tmp_path}/tiny")
+    (packed,) = (tmp_path / "tiny" / "logs").rglob("*.tar.gz")
+    assert packed.name == "attempt-1-host.tar.gz"
+    assert packed.read_bytes() == b"logs"
 
 
 def test_a_dead_trainer_is_worth_another_attempt(stage: Any) -> None:

@@ -23,23 +23,31 @@ EXAMPLE = ROOT / "containers" / "deployment.example.yaml"
 KINDS = {
     "tasks.choose_candidate.choose_candidate": "light",
     "tasks.compute_advantages.compute_advantages": "light",
+    "tasks.conclude_retraining.conclude_retraining": "light",
     "tasks.copy_base_model.copy_base_model": "downloader",
-    "tasks.choose_specialist.choose_specialist": "light",
+    "tasks.choose_specialist.choose_specialist": "scorer",
     "tasks.decide_promotion.decide_promotion": "light",
     "tasks.distill_branches.distill_branches": "accelerated",
+    "tasks.distill_branches_colocated.distill_branches_colocated": "training_group",
     "tasks.distill_branches_ray.distill_branches_ray": "ray_cluster",
     "tasks.download_base_model.download_base_model": "downloader",
+    "tasks.encode_data.encode_data": "accelerated",
+    "tasks.end_failed_run.end_failed_run": "light",
     "tasks.evaluate_branch.evaluate_branch": "accelerated",
     "tasks.evaluate_champion.evaluate_champion": "accelerated",
     "tasks.evaluate_policy.evaluate_policy": "accelerated",
     "tasks.generate_rollouts.generate_rollouts": "accelerated",
+    "tasks.import_data.import_data": "downloader",
     "tasks.import_pairs.import_pairs": "accelerated",
     "tasks.import_policy.import_policy": "downloader",
+    "tasks.plan_retraining.plan_retraining": "light",
     "tasks.plan_run.plan_run": "light",
     "tasks.prepare_prompts.prepare_prompts": "light",
     "tasks.promote_policy.promote_policy": "light",
+    "tasks.read_recipe.read_recipe": "light",
     "tasks.register_policy.register_policy": "light",
     "tasks.request_approval.request_approval": "light",
+    "tasks.score_both_sides.score_both_sides": "scorer",
     "tasks.score_rollouts.score_rollouts": "scorer",
     "tasks.select_prompts.select_prompts": "light",
     "tasks.start_policy.start_policy": "light",
@@ -47,14 +55,20 @@ KINDS = {
     "tasks.train_base_model.train_base_model": "accelerated",
     "tasks.train_offline.train_offline": "training_group",
     "tasks.train_custom.train_custom": "accelerated",
+    "tasks.train_reward_model.train_reward_model": "accelerated",
     "tasks.train_online.train_online": "accelerated",
+    "tasks.train_online_colocated.train_online_colocated": "training_group",
     "tasks.train_online_ray.train_online_ray": "ray_cluster",
+    "tasks.watch_approval.watch_approval": "light",
     "tasks.write_report.write_report": "light",
     "workflows.post_training.conclude": "light",
     "workflows.post_training.prepare_base_model": "light",
     "workflows.post_training.prepare_policy": "light",
     "workflows.post_training.train_branch": "light",
     "workflows.post_training.train_rounds": "light",
+    "workflows.retraining.train_if_changed": "light",
+    "workflows.flywheel.train_and_collect": "light",
+    "tasks.collect_bad_cases.collect_bad_cases": "accelerated",
 }
 
 NOTHING_SPECIAL: dict[str, Any] = {
@@ -280,7 +294,8 @@ def _asked(template: tasks_pb2.TaskTemplate) -> dict[str, Any]:
     """What a task asks of the cluster, as the cluster reads it."""
     pod, container = _pod(template)
     assert container["resources"]["requests"] == container["resources"]["limits"]
-    assert "volumes" not in pod, "Flyte refuses shared memory beside a volume at its place"
+    # Flyte refuses shared memory beside a volume at its place.
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/code"]
     assert template.type == OPERATED.get(template.id.name, "python-task"), (
         "an operator of its own would build another pod"
     )
@@ -446,6 +461,5 @@ def test_the_workers_of_a_ray_cluster(by_default: Tasks, for_gpus: Tasks) -> Non
     assert MessageToDict(for_gpus[name].custom)["shutdownAfterJobFinishes"], (
         "else its GPUs stay taken"
     )
-    assert MessageToDict(for_gpus[name].custom)["ttlSecondsAfterFinished"] == 300, (
-        "its logs can be read"
-    )
+    # 0, which protobuf leaves out: the next task may wait for its machines.
+    assert "ttlSecondsAfterFinished" not in MessageToDict(for_gpus[name].custom)

@@ -26,7 +26,7 @@ def test_an_error_is_its_message(tmp_path: Path, debug: bool) -> None:
     if debug:
         assert "no such file" in said[-1]
     else:
-        assert said[-2].startswith("start_run: prompts.source = ")
+        assert said[-2].startswith("start_run: recipe.yaml:2: prompts.source = ")
         assert "no such file" in said[-2]
         assert said[-1] == "start again with: ebbflow run recipe.yaml"
     assert (tmp_path / "runs" / "flyte").is_dir()

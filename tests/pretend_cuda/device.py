@@ -18,8 +18,9 @@ Example::
         x.sum().item()
     device.synchronizations  # 1
 
-Not covered: streams (every copy is immediate), NCCL, compiled networks, autocast, other threads
-than the one that entered, and memory: the device is never full.
+Not covered: streams (every copy is immediate), NCCL, compiled networks, CUDA's own autocast (the
+CPU's takes its place), other threads than the one that entered, and memory: the device is never
+full.
 """
 
 from __future__ import annotations
@@ -143,6 +144,20 @@ def _replace_cuda(value: Any) -> Any:
     """Return the CPU in place of a CUDA device, and anything else as it is."""
     is_device = isinstance(value, torch.device | str)
     return torch.device("cpu") if is_device and _is_cuda(value) else value
+
+
+class _Generator(torch.Generator):
+    """A generator of the CPU, whatever its device is called."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, _replace_cuda(torch.device(device)))
+
+
+class _Autocast(torch.autocast):
+    """The CPU's autocast, which rounds other operations than CUDA's."""
+
+    def __init__(self, device_type: str, *arguments: Any, **keys: Any) -> None:
+        super().__init__("cpu", *arguments, **keys)
 
 
 class _Functions(TorchFunctionMode):
@@ -303,5 +318,12 @@ def pretend_cuda() -> Iterator[PretendDevice]:
     no_graphs = patch.object(
         torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda optimizer: None
     )
-    with patch.multiple(torch.cuda, **answers), no_graphs, _Functions(device), _Kernels(device):
+    classes = patch.multiple(torch, Generator=_Generator, autocast=_Autocast)
+    with (
+        patch.multiple(torch.cuda, **answers),
+        no_graphs,
+        classes,
+        _Functions(device),
+        _Kernels(device),
+    ):
         yield device

@@ -172,7 +172,7 @@ WRONG = {
             *STAGES[1:],
         ],
         BRANCHES,
-        r"stages.0 trains on pairs, whose prompts are of no branch; take branch: words out of it",
+        r"stages.0 trains on pairs or data, whose prompts are of no branch; take branch: words out",
     ),
 }
 

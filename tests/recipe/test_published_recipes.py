@@ -16,12 +16,21 @@ from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import EmaScheduleConfig, SigmaConfig
 from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.paths import resolve_local_path
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))
-OWN = ("glyph", "glyph_few_steps", "glyph_lora", "glyph_ray", "glyph_specialists", "tiny")
+OWN = (
+    "glyph",
+    "glyph_few_steps",
+    "glyph_flywheel",
+    "glyph_lora",
+    "glyph_ray",
+    "glyph_specialists",
+    "tiny",
+)
 SPECIALISTS = {
     "sd35_medium_specialists": "sd35_medium_ocr_512",
     "qwen_image_specialists": "qwen_image_ocr",
@@ -270,7 +279,8 @@ PUBLISHED = {
             "height": 480,
             "width": 480,
         }
-        | {"expert": "both", "frames": 5, "guidance": 4.0, "precision": "bfloat16"},
+        | {"expert": "both", "frames": 5, "guidance": 4.0, "guidance_2": 3.0}
+        | {"precision": "bfloat16"},
         "policy": {"train": "lora", "rank": 64, "alpha": 128},
         "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
         "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
@@ -336,7 +346,7 @@ REWARDS = {
     "sana_nft": ["pickscore"],
     "flux2_dev": ["pickscore"],
     "flux2_edit": ["pickscore"],
-    "hunyuan_video": ["hps"],
+    "hunyuan_video": ["videoalign"],
     "ltx_video": ["hps"],
     "sd35_medium_specialists": ["pickscore"],
     "qwen_image_specialists": ["pickscore"],
@@ -418,11 +428,11 @@ def value_at(stage, key):
 def test_the_prompts_of_specialists_are_there_and_are_enough(name):
     recipe = recipe_of(name)
     table, _ = prepare_prompt_table(recipe, *map(resolve_local_path, recipe.prompts.source_files))
-    assert table["split"].to_pylist().count("train") == 2 * 320 - 64 - 128
+    assert table["split"].to_pylist().count("train") == 2 * 320 - 96 - 128
     for branch in recipe.branches:
         assert (
             select_branch_prompts(recipe, table, branch)["split"].to_pylist().count("held_out")
-            >= 12
+            >= MIN_PROMPTS
         )
 
 
@@ -494,7 +504,7 @@ def test_the_same_repository_has_the_same_commit_everywhere():
             r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()
         ):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 16
+    assert len(commits) == 18
     assert all(len(known) == 1 for known in commits.values())
 
 

@@ -45,6 +45,10 @@ IN_URIS = {
     "sig": "https://a.blob.core.windows.net/c?sv=2024&sig=SECRET",
     "a redirect": "https://host/?next=https%3A%2F%2Fu%3ASECRET%40host",
     "an encoded name": "https://host/?api%5Fkey=SECRET",
+    "jwt": "https://host/scores?jwt=SECRET",
+    "sas": "https://a.blob.core.windows.net/c?sas=SECRET",
+    "a name that only the service knows": "https://host/scores?x=1&tk=SECRET",
+    "without a scheme": "//user:SECRET@host/path",
 }
 
 
@@ -159,6 +163,13 @@ SECRET_NAMES = [
     ),
     *(
         "credentials",
+        "auth",
+        "pat",
+        "github_pat",
+        "creds",
+        "db_password_prod",
+        "password_for_db",
+        "api_key_prod",
         "private_key",
         "signing_key",
         "account_key",
@@ -203,6 +214,11 @@ HONEST_NAMES = [
         "authorized",
         "tokenization",
         "password_variable",
+        "password_file",
+        "api_key_env",
+        "pattern",
+        "spatial",
+        "author_id",
     ),
 ]
 
@@ -216,7 +232,7 @@ def test_options_that_are_secrets_by_their_names(name):
         {name: ["SECRET"]},
         {name: {"value": "SECRET"}},
     ):
-        with pytest.raises(RecipeError, match="is a secret, by its name") as error:
+        with pytest.raises(RecipeError, match="is a secret, by its name or by how random") as error:
             Recipe.model_validate({"rewards": [{"name": "a.b:C", "options": options}]})
         assert "SECRET" not in str(error.value)
 
@@ -241,10 +257,45 @@ def test_options_that_only_sound_like_secrets(name):
         (("headers", 0), "X-Team: SECRET", True),
         (("headers", 0), "Accept: text/html", False),
         (("headers",), "X-Team: SECRET", True),
+        (("x",), LETTERS, True),
+        (("x",), f"key={LETTERS[:20]}", True),
+        (("x",), "0123456789abcdef0123456789abcdef", True),
+        (("revision",), "3de623fc3c33e44ffbe2bad470d0f45bccf2eb21", False),
+        (("weights", "sha256"), "0123456789abcdef" * 4, False),
+        (("x",), f"/hub/models--a--b/snapshots/{'0123456789' * 4}/model.safetensors", False),
+        (("x",), f"hf://datasets/a/b@{'89abcdef01' * 4}/x.parquet", False),
+        (("x",), f"https://huggingface.co/a/b/resolve/{'89abcdef01' * 4}/x.parquet", False),
+        (("x",), f"registry/image@sha256:{'89abcdef' * 8}", False),
+        (("x",), "runs:/0123456789abcdef0123456789abcdef/policy", False),
+        (("x",), "s3://bucket/1/0123456789abcdef0123456789abcdef/artifacts/policy", False),
+        (("x",), "https://host/hooks/0123456789abcdef0123456789abcdef", True),
+        (("x",), f"key:{'89abcdef01' * 4}", True),
+        (("x",), "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", False),
+        (("x",), "sac+logos+ava1-l14-linearMSE.pth", False),
+        (("x",), "mask2former-swin-small-coco-instance", False),
+        (("x",), "StableDiffusionXLControlNetImg2ImgPipeline", False),
+        (("x",), "A" * 20 + "a1", False),
+        (("x",), "1" * 40, False),
     ],
 )
 def test_option_with_a_secret_value_is_recognised(path, value, secret):
     assert is_secret_option(path, value) == secret
+
+
+@pytest.mark.parametrize(
+    "uri", ["http://user:SE\nCRET@host:5000", "http://user:x\nSECRET@host", "//user:x\r\nSECRET@h"]
+)
+def test_a_password_with_a_newline_is_not_repeated(uri):
+    for recipe in (
+        {"tracking": {"uri": uri}},
+        {"output": uri},
+        {"prompts": {"source": uri}},
+        {"rewards": [{"name": "remote", "url": uri}]},
+        {"rewards": [{"name": "a.b:C", "options": {"where": uri}}]},
+    ):
+        with pytest.raises(RecipeError) as error:
+            Recipe.model_validate(recipe)
+        assert "CRET" not in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["api", "headres", "llm", "x", "Password", "auth"])
@@ -300,7 +351,6 @@ HONEST = [
     "hf_hub/models--a--b",
     "sk-learn-contrib/metric-learning-with-estimators",
     "sk-image",
-    "3de623fc3c33e44ffbe2bad470d0f45bccf2eb21",
     "ghp_short",
     'Is the text "{target}" in this image, spelled exactly so? Answer yes or no.',
     'Does the poster say "PASSWORD: 1234"? key=1',
@@ -311,6 +361,10 @@ HONEST = [
     "tokens=512 max_tokens=77 seed=3",
     "https://host/p.txt?versionId=3&tokenizer=t&sigma=1&author=me&keyword=x&max_tokens=3",
     "https://host/page#section-2",
+    "postgresql://host/db?sslmode=require&channel_binding=require&statement_timeout=30000",
+    "https://storage.googleapis.com/download/storage/v1/b/bucket/o/p.txt?alt=media",
+    "https://datasets-server.huggingface.co/rows?dataset=a%2Fb&config=default&split=train",
+    "jdbc:mysql://host/db?serverTimezone=Europe/Berlin&useSSL=false",
     "mssql+pyodbc:///?odbc_connect=DRIVER%3D%7BODBC%7D%3BTrusted_Connection%3Dyes",
     "jdbc:sqlite:/tmp/x.db",
     "jdbc:oracle:thin:@//host:1521/service",

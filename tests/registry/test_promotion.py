@@ -5,6 +5,7 @@ nothing had happened.
 from __future__ import annotations
 
 import itertools
+import os
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -24,10 +25,11 @@ from ebbflow.data.records import Registration, TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.registry import lock, promotion
 from ebbflow.registry.lock import LOCK, RegistryLockError
+from ebbflow.registry.lookup import find_anchor, find_champion
+from ebbflow.registry.model_version import CLEANED
 from ebbflow.registry.promotion import (
     ROLLED_BACK,
     RegistryError,
-    find_champion,
     promote_version,
     roll_back_champion,
 )
@@ -296,6 +298,37 @@ def test_killed_before_any_write_a_registration_is_completed_by_its_retry(
     assert cases.state(client, run, name) == undisturbed
 
 
+def test_a_retried_upload_writes_into_no_file_of_the_killed_one(
+    recipe: Recipe,
+    client: MlflowClient,
+    model: Callable[..., str],
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, name = first_champion(client, recipe, model)
+
+    def end(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "finalize_logged_model", end)
+        with pytest.raises(KeyboardInterrupt):
+            cases.register_and_promote(run, policy, name)
+    (logged,) = client.search_logged_models(
+        [run.experiment_id], f"tags.`ebbflow.run_id` = '{run.run_id}'"
+    )
+    location = Path(logged.artifact_location.removeprefix("file://"))
+    (weights,) = location.rglob("weights.safetensors")
+    # As ``ebbflow clean`` leaves the files of equal folders.
+    shared = tmp_path / "of-another-version"
+    os.link(weights, shared)
+    shared.chmod(0o444)
+    cases.register_and_promote(run, policy, name)
+    assert not weights.samefile(shared)
+    assert weights.read_bytes() == shared.read_bytes()
+
+
 # --- a store that is away
 
 
@@ -371,6 +404,30 @@ def test_rollback_brings_the_previous_champion_back(
     )
 
 
+def test_the_anchor_is_the_last_version_that_a_person_chose(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
+    name = model(4, champion=1)
+    assert find_anchor(uri, name) is None
+    approved = {"approved_in": "local", "anchored": "2026-01-01T00:00:00+00:00"}
+    promote_version(
+        cases.tracked(uri=uri), cases.challenger(name, 2), approved, expected_champion="1"
+    )
+    promote_version(cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2")
+
+    def anchor() -> str | None:
+        found = find_anchor(uri, name)
+        return found.version if found else None
+
+    assert anchor() == "2", "nobody was asked about 3"
+    roll_back_champion(uri, name, to="4")
+    assert anchor() == "4"
+    roll_back_champion(uri, name)
+    assert anchor() == "2", "a version that was rolled back is no anchor"
+    roll_back_champion(uri, name)
+    assert anchor() == "4", "the rollback was undone, and with it the loss of the anchor"
+
+
 def test_a_second_rollback_takes_the_first_one_back(
     client: MlflowClient, uri: str, model: Callable[..., str]
 ) -> None:
@@ -405,6 +462,18 @@ def test_a_retry_does_not_bring_back_what_was_rolled_back(
     assert roll_back_champion(uri, name, "2").champion
 
 
+def test_a_version_whose_weights_were_deleted_before_its_approval_is_not_promoted(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
+    name = model(2, champion=1)
+    client.set_model_version_tag(name, "2", CLEANED, "2026-11-25T02:00:00Z")
+    with pytest.raises(RegistryError, match="version 2 were deleted by `ebbflow clean`"):
+        promote_version(
+            cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
+        )
+    assert aliases(client, name) == {"champion": "1"}
+
+
 def test_rollback_after_a_promotion_that_was_cut_short(
     client: MlflowClient, uri: str, model: Callable[..., str]
 ) -> None:
@@ -421,7 +490,11 @@ def test_rollback_after_a_promotion_that_was_cut_short(
     [
         ({}, None, "has no champion"),
         ({"champion": 1}, None, "version 1 is champion and replaced none"),
-        ({"champion": 2, "previous": 1}, "9", "has no version 9; .*--to, such as 1, 2, 3"),
+        (
+            {"champion": 2, "previous": 1},
+            "9",
+            "has no version 9; .*--to, such as 1 \\(previous\\), 2, 3",
+        ),
         ({"champion": 2, "previous": 1}, "2", "version 2 is the champion already"),
     ],
 )
@@ -439,6 +512,35 @@ def test_a_rollback_to_nowhere_changes_nothing(
     assert aliases(client, name) == {
         alias: str(version) for alias, version in aliases_before.items()
     }
+
+
+def test_after_a_champion_was_deleted_by_hand_a_person_names_the_next(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
+    name = model(3, champion=3, previous=2)
+    client.delete_model_version(name, "3")
+    with pytest.raises(
+        RegistryError,
+        match=r"deleted by hand; name .* --to. Versions: 1, 2 \(previous\)",
+    ):
+        roll_back_champion(uri, name)
+    assert roll_back_champion(uri, name, "2").version == "2"
+    assert aliases(client, name)["champion"] == "2"
+
+
+def test_a_version_without_weights_does_not_become_champion(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
+    name = model(3, champion=2, previous=1)
+    client.set_model_version_tag(name, "3", "ebbflow.cleaned", "2026-11-25T02:00:00Z")
+    with pytest.raises(RegistryError, match=r"version 3 were deleted by `ebbflow clean` \(2026-11"):
+        roll_back_champion(uri, name, "3")
+    # Nor after an approval that took longer than the weights were kept.
+    with pytest.raises(RegistryError, match="version 3 were deleted by `ebbflow clean`"):
+        promote_version(
+            cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2"
+        )
+    assert aliases(client, name) == {"champion": "2", "previous": "1"}
 
 
 def test_a_champion_that_moves_during_a_rollback_stays(

@@ -4,6 +4,9 @@ and never by surprise.
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import time
 import uuid
 from pathlib import Path
@@ -18,7 +21,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 
-from ebbflow.data.images import encode_pngs
+from ebbflow.data.images import CONDITION_COMPRESSION, encode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import Comparison, GateDecision, TrackedRun
 from ebbflow.evaluation import serve
@@ -26,14 +29,13 @@ from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.registry import model_version
+from ebbflow.registry.download import download_champion, download_champion_folders
+from ebbflow.registry.lookup import find_champion
 from ebbflow.registry.model_version import link_served_folder
 from ebbflow.registry.promotion import (
     Registration,
     RegistryError,
     decline_version,
-    download_champion,
-    download_champion_folders,
-    find_champion,
     promote_version,
     register_version,
 )
@@ -260,6 +262,36 @@ def test_a_store_that_cannot_be_read_is_not_mistaken_for_no_champion(
         find_champion(new_run(recipe).tracking_uri, name)
 
 
+def test_a_full_disk_is_said_without_the_statement_that_it_stopped() -> None:
+    parameters = "', '".join(str(number) for number in range(1000))
+    full = MlflowException(
+        "(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO model_versions]"
+        f"\n[parameters: ('{parameters}')]"
+    )
+    with (
+        pytest.raises(RegistryError) as error,
+        model_version.raise_registry_errors("register", "sqlite:///x"),
+    ):
+        raise full
+    assert str(error.value) == (
+        "could not register in sqlite:///x: (sqlite3.OperationalError) database or disk is full."
+        " Free space where the store is. Run the task again: it resumes"
+    )
+
+
+def test_a_full_disk_is_one_line_however_many_files_were_copied() -> None:
+    full = os.strerror(errno.ENOSPC)
+    files = [(f"/from/{n}", f"/to/{n}", f"[Errno 28] {full}: '/to/{n}'") for n in range(50)]
+    with (
+        pytest.raises(RegistryError) as raised,
+        model_version.raise_registry_errors("register", "sqlite:///x", "Again."),
+    ):
+        raise shutil.Error(files)
+    assert str(raised.value) == (
+        f"could not register in sqlite:///x: /to/0: {full}. Free space where the store is. Again."
+    )
+
+
 def test_a_folder_without_policy_is_refused(recipe: Recipe, name: str, tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="no policy folder"):
         crown(new_run(recipe), tmp_path, None, {}, model_name=name, expected_champion=None)
@@ -451,7 +483,7 @@ def test_the_registered_model_renders_with_seeds(
         ]
         return [serve.GeneratedImage(text.encode()) for text in texts]
 
-    (png,) = encode_pngs(np.zeros((1, 8, 8, 3), np.uint8))
+    (png,) = encode_pngs(np.zeros((1, 8, 8, 3), np.uint8), CONDITION_COMPRESSION)
     monkeypatch.setattr(serve, "generate_images", generate_images)
     monkeypatch.setattr(serve, "load_served_model", lambda base, policy: None)
     tracked = new_run(recipe)

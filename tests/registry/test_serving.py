@@ -36,7 +36,7 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.registry import promotion
+from ebbflow.registry import download, promotion
 from ebbflow.registry.model_version import REQUIREMENTS, compute_model_files_digest
 from ebbflow.registry.serving import ServedPolicy, how_to_draw, how_to_load
 from ebbflow.storage.artifacts import verify_folder
@@ -107,7 +107,7 @@ def serve(
             expected_champion=None,
         )
         promotion.promote_version(tracked, made, {}, expected_champion=None)
-        downloaded = promotion.download_version(tracked.tracking_uri, name, made.version, folder)
+        downloaded = download.download_version(tracked.tracking_uri, name, made.version, folder)
         return Served(
             tracked.tracking_uri, made.version, downloaded, base_folder, folder / "policy"
         )
@@ -214,7 +214,8 @@ def test_the_sources_of_an_own_family_come_along_and_nothing_else_of_its_package
         for path in (code / "mypackage").rglob("*")
         if path.is_file()
     }
-    assert found == {"__init__.py", "deep/family.py"}
+    blocks = {"__pycache__", "deep/__pycache__"}  # files, so that Python writes no bytecode
+    assert found == {"__init__.py", "deep/family.py"} | blocks
     assert (code / "ebbflow" / "report" / "report.html").is_file()
     assert not [path for path in code.rglob("*") if path.is_symlink() or path.suffix == ".pyc"]
     assert "is not installed here" not in caplog.text
@@ -222,9 +223,7 @@ def test_the_sources_of_an_own_family_come_along_and_nothing_else_of_its_package
     assert "the version lacks nowhere.family, which is not installed here" in caplog.text
 
 
-def test_the_digest_covers_the_code_but_not_what_python_makes_of_it(
-    served: Served, tmp_path: Path
-) -> None:
+def test_the_digest_covers_the_code_and_bytecode_beside_it(served: Served, tmp_path: Path) -> None:
     model = tmp_path / "model"
     (model / "code" / "ebbflow").mkdir(parents=True)
     (model / "MLmodel").write_text("{}")
@@ -232,6 +231,8 @@ def test_the_digest_covers_the_code_but_not_what_python_makes_of_it(
     before = compute_model_files_digest(model)
     (model / "code" / "ebbflow" / "__pycache__").mkdir()
     (model / "code" / "ebbflow" / "__pycache__" / "cli.cpython-311.pyc").write_bytes(b"code")
+    assert compute_model_files_digest(model) != before
+    shutil.rmtree(model / "code" / "ebbflow" / "__pycache__")
     assert compute_model_files_digest(model) == before
     (model / "code" / "ebbflow" / "cli.py").write_text("import sys")
     assert compute_model_files_digest(model) != before

@@ -38,6 +38,7 @@ from ebbflow.formatting import format_difference, format_number
 from ebbflow.plots import charts
 from ebbflow.plots.images import build_image_grid
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.promotion import MarginsConfig
 from ebbflow.registry.serving import how_to_load
 from ebbflow.report.glossary import OWN, build_glossary
@@ -392,6 +393,18 @@ def test_an_alarm_stands_above_the_pictures_and_beside_its_curves(
 
 
 @pytest.mark.usefixtures("no_charts")
+def test_what_a_familys_pipeline_does_otherwise_stands_above_the_pictures(
+    inputs: ReportInputs, tmp_path: Path
+) -> None:
+    model = ModelConfig(family="ltx2", path="/models/ltx2")
+    recipe = inputs.recipe.model_copy(update={"model": model})
+    page = written(replace(inputs, recipe=recipe), tmp_path / "page.html")
+    assert "without their sound" not in written(inputs, tmp_path / "glyph.html")
+    caveat = "model.family = ltx2: pictures are trained, rewarded and evaluated without their sound"
+    assert page.index(caveat) < page.index("Same prompts, same noise")
+
+
+@pytest.mark.usefixtures("no_charts")
 def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_path: Path) -> None:
     large = tmp_path / "large.parquet"
     table = samples(large, 0.9, prompts=20, size=(512, 256))
@@ -489,7 +502,7 @@ def test_the_summary_has_the_promised_keys(inputs: ReportInputs, tmp_path: Path)
             "mlflow_run_id",
             "model_version",
         ),
-        *("policy", "base", "load"),
+        *("policy", "base", "load", "digest"),
     }
     assert (written["candidate"], written["champion"]) == (
         inputs.decision.candidate,
@@ -739,7 +752,7 @@ def test_every_name_of_the_page_is_explained() -> None:
         "exact_match",
         *(config.column for config in (*recipe.rewards, *recipe.guardrails)),
     ]
-    found = build_glossary(recipe, metrics, statistics)
+    found = build_glossary(recipe, metrics, statistics)["meanings"]
     assert {charts.format_metric_name(name) for name in (*metrics, *statistics)} | {
         panel.title for panel in charts.PANELS
     } <= found.keys()
@@ -753,6 +766,6 @@ def test_the_report_says_whose_prompts_a_metric_is_of() -> None:
     recipe = Recipe.model_validate(
         {"prompts": {"mixture": mixture}, "rewards": rewards, "guardrails": []}
     )
-    found = build_glossary(recipe, ["jpeg_compressibility", "similarity"], [])
+    found = build_glossary(recipe, ["jpeg_compressibility", "similarity"], [])["meanings"]
     assert "Only of prompts" not in found["Jpeg compressibility"]
     assert found["Similarity"].endswith(" Only of prompts of words.")

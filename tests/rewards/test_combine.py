@@ -152,6 +152,7 @@ def test_a_trained_term_that_cannot_run_is_an_error(monkeypatch):
 def test_every_reward_of_the_recipe_has_its_code():
     parts = {key: {"path": "somewhere"} for key in ("head", "tokenizer", "processor", "clip")}
     given = {"url": "http://localhost", "model": "judge", "frame_rate": 16, **parts}
+    given |= {"classifier_label": "safe", "path": "somewhere", "uri": "models:/taste/1"}
     for name, config in REWARDS.items():
         required = {
             key: given[key] for key, field in config.model_fields.items() if field.is_required()

@@ -19,7 +19,13 @@ from torch.nn.functional import normalize
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.rewards.built_in import geneval
-from ebbflow.rewards.built_in.geneval import ColorNamer, extract_detections
+from ebbflow.rewards.built_in.geneval import (
+    ColorNamer,
+    InputSize,
+    extract_detections,
+    find_input_size,
+    prepare_images,
+)
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
 from ebbflow.rewards.geneval_rules import (
     CLASSES,
@@ -192,21 +198,48 @@ def test_detections_are_masks_with_their_boxes_and_confidences():
     classes = torch.stack(
         [logits(CLASSES.index("dog"), 0.9), logits(CLASSES.index("cat"), 0.31), logits(0, 0.99)]
     )
-    (found,) = extract_detections(classes, masks, (8, 8))
+    (found,) = extract_detections(classes, masks, (8, 8), whole(masks))
     quality = 1 / (1 + math.exp(-inside))
     assert (found.name, found.box) == ("dog", (1, 2, 6, 4))
     assert found.confidence == pytest.approx(0.9 * quality)
     assert found.mask[2:4, 1:6].all()
     assert found.mask.sum() == 10
-    (larger,) = extract_detections(classes[:1], masks[:1], (16, 32))
+    (larger,) = extract_detections(classes[:1], masks[:1], (16, 32), whole(masks))
     assert larger.mask.shape == (16, 32)
     assert larger.box == pytest.approx((4, 4, 24, 8), abs=2)
+
+
+def whole(masks):
+    """An input without bars, as large as its masks."""
+    return InputSize(tuple(masks.shape[1:]), tuple(masks.shape[1:]))
+
+
+def test_bars_are_cut_off_a_mask_before_it_is_resized():
+    masks = torch.full((1, 8, 16), -3.0)
+    masks[0, :, 6:] = 3.0  # the right half of ten columns, and the bar of six
+    (found,) = extract_detections(
+        logits(0, 0.99)[None], masks, (16, 20), InputSize((8, 10), (8, 16))
+    )
+    left, top, right, bottom = found.box
+    assert (top, right, bottom) == (0, 20, 16)
+    assert left == pytest.approx(12, abs=1)
+
+
+def test_the_detector_sees_an_image_in_its_shape_with_bars():
+    image = np.full((1, 100, 60, 3), 200, np.uint8)
+    assert find_input_size(100, 60) == InputSize((107, 64), (128, 64))
+    assert find_input_size(64, 64) == InputSize((64, 64), (64, 64))
+    pixels = prepare_images(image, find_input_size(100, 60))
+    assert pixels.shape == (1, 3, 128, 64)
+    assert (pixels[:, :, :107] > 1).all()
+    assert not pixels[:, :, 107:].any()
 
 
 def test_one_query_may_be_of_several_classes():
     both = torch.full((1, 81), -50.0)
     both[0, 15] = both[0, 16] = 0.0
-    found = extract_detections(both, torch.full((1, 4, 4), 9.0), (4, 4))
+    masks = torch.full((1, 4, 4), 9.0)
+    found = extract_detections(both, masks, (4, 4), whole(masks))
     assert {one.name for one in found} == {CLASSES[15], CLASSES[16]}
 
 
@@ -310,9 +343,10 @@ def prompt_of(metadata: dict) -> Prompt:
 @pytest.fixture(scope="module", autouse=True)
 def small_inputs():
     """Few pixels for the detector; the published size is in the file."""
-    assert geneval.INPUT_SIZE == {"shortest_edge": 800, "longest_edge": 1333}
+    assert (geneval.SHORT_EDGE, geneval.LONG_EDGE) == (800, 1333)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(geneval, "INPUT_SIZE", {"shortest_edge": 64, "longest_edge": 107})
+        patch.setattr(geneval, "SHORT_EDGE", 64)
+        patch.setattr(geneval, "LONG_EDGE", 107)
         yield
 
 
@@ -374,7 +408,7 @@ def test_counting_asks_for_more_confidence(reward, monkeypatch):
     monkeypatch.setattr(
         geneval,
         "extract_detections",
-        lambda classes, masks, size: [
+        lambda *arguments: [
             Detection("dog", 0.5, SQUARE),
             Detection("dog", 0.95, SQUARE),
         ],

@@ -6,9 +6,22 @@ import torch
 from network_cases import some_images
 from PIL import Image
 
-from ebbflow.rewards.pixels import MEAN, STD, resize_as_bytes, resize_as_floats
+from ebbflow.rewards.pixels import (
+    MEAN,
+    STD,
+    letterbox_as_floats,
+    resize_as_bytes,
+    resize_with_gradient,
+    scale_to_unit_range,
+)
 
 CPU = torch.device("cpu")
+
+
+def resize_as_floats(images: np.ndarray, size: int, device: torch.device) -> torch.Tensor:
+    return resize_with_gradient(scale_to_unit_range(images, device), size)
+
+
 BOTH = pytest.mark.parametrize("resized", [resize_as_bytes, resize_as_floats])
 
 
@@ -61,3 +74,27 @@ def test_numbers_are_antialiased_and_may_leave_their_range():
     edge[:, :, 8:] = 255
     assert values(resize_as_floats(edge, 32, CPU)).max() > 1.02
     assert values(resize_as_bytes(edge, 32, CPU)).max() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "rows", "columns"),
+    [
+        (64, 64, slice(0, 32), slice(0, 32)),
+        # 704 x 1280 becomes 17.6, so 18 of 32 rows, as HPSv2 rounds.
+        (704, 1280, slice(7, 25), slice(0, 32)),
+        (1280, 704, slice(0, 32), slice(7, 25)),
+        # 15 missing columns: seven on the left, eight on the right.
+        (64, 34, slice(0, 32), slice(7, 24)),
+        (20, 32, slice(6, 26), slice(0, 32)),
+    ],
+)
+def test_a_letterbox_keeps_the_whole_image_between_black_bars(height, width, rows, columns):
+    images = np.full((2, height, width, 3), 200, np.uint8)
+    expected = np.zeros((2, 32, 32, 3))
+    expected[:, rows, columns] = 200 / 255
+    assert np.allclose(values(letterbox_as_floats(images, 32, CPU)), expected, atol=1e-6)
+
+
+def test_a_letterbox_of_a_square_is_the_resized_square():
+    images = some_images(2, 70, 70)
+    assert torch.equal(letterbox_as_floats(images, 32, CPU), resize_as_floats(images, 32, CPU))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import ipaddress
 import json
 import socket
 import ssl
+import warnings
 
 import numpy as np
 import pytest
@@ -19,8 +21,9 @@ from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import http
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.built_in.jpeg import JpegCompressibility
-from ebbflow.rewards.built_in.remote import Remote
+from ebbflow.rewards.built_in.remote import Remote, build_request
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer, require_scored_share
+from ebbflow.rewards.protocol import identify_image
 
 TOKEN = "s3cret-Token.of~46+characters/that/nobody-sees=="
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 16, 24, 3), dtype=np.uint8)
@@ -179,6 +182,24 @@ def test_what_passes_is_asked_again(client, waits, accident):
     assert len({asked.body for asked in server.asked}) == 1
     assert (len(server.asked), len(waits)) == (3, 2)
     assert 0.5 <= waits[0] <= 1 <= waits[1] <= 2
+
+
+def test_scores_of_other_images_or_in_another_order_are_failures(client):
+    request = build_request(TWO, TWO_PROMPTS)
+    ids = [identify_image(base64.b64decode(image)) for image in request.images]
+    with warnings.catch_warnings(), answering(says(GOOD | {"ids": ids})) as server:
+        warnings.simplefilter("error")
+        assert not client(server.url)(TWO, TWO_PROMPTS).failures
+    for wrong in (ids[::-1], ids[:1], ["0" * 16, ids[1]]):
+        with answering(says(GOOD | {"ids": wrong})) as server:
+            result = client(server.url)(TWO, TWO_PROMPTS)
+        assert np.isnan(result.values).all()
+        assert "answered about other images, or in another order" in result.failures[0]
+    with (
+        answering(says(GOOD)) as server,
+        pytest.warns(UserWarning, match="without the ids of the images"),
+    ):
+        assert not client(server.url)(TWO, TWO_PROMPTS).failures
 
 
 def test_an_answer_that_ends_early_is_asked_for_again_even_where_it_reads_well(client):

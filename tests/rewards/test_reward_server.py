@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import http.client
 import io
 import json
@@ -76,13 +77,14 @@ def test_scores_as_the_reward_does(url):
         "scores": JpegCompressibility()(IMAGE, []).values.tolist(),
         "failures": {},
         "metrics": {},
+        "ids": [hashlib.sha256(base64.b64decode(png())).hexdigest()[:16]],
     }
 
 
 def test_no_images_are_no_scores(url):
     assert post(url, {"images": [], "prompts": []}) == (
         200,
-        {"scores": [], "failures": {}, "metrics": {}},
+        {"scores": [], "failures": {}, "metrics": {}, "ids": []},
     )
 
 

@@ -56,7 +56,8 @@ def tried(**options: Any) -> None:
 def test_a_reward_that_keeps_its_contract(answer: str | None) -> None:
     CALLS.clear()
     tried(answer=answer)
-    assert CALLS == [(2, 16, 32, 3)] * 2
+    # Twice alike, and once with the prompts of the other images.
+    assert CALLS == [(2, 16, 32, 3)] * 3
 
 
 def test_one_that_cannot_run_here_is_not_called() -> None:
@@ -96,9 +97,35 @@ def test_one_of_videos_is_tried_on_videos_where_the_model_draws_such() -> None:
     CALLS.clear()
     for frames in (4, 81):
         try_reward(configure_reward(f"{__name__}:Motion"), PROMPTS, 16, 32, frames)
-    assert CALLS == [(2, 4, 16, 32, 3)] * 2 + [(2, 8, 16, 32, 3)] * 2
+    assert CALLS == [(2, 4, 16, 32, 3)] * 3 + [(2, 8, 16, 32, 3)] * 3
     with pytest.raises(
         RewardError,
         match="fails on 2 images of 16 x 32 pixels: RewardError: .*scores videos and got images",
     ):
         try_reward(configure_reward(f"{__name__}:Motion"), PROMPTS, 16, 32)
+
+
+class FirstLetter(Reward):
+    """Depends on image and prompt."""
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardResult:
+        return RewardResult(images.mean((1, 2, 3)) + [ord(prompt.prompt) for prompt in prompts])
+
+
+class Constant(Reward):
+    """Finds nothing in noise, as a reward that reads text does."""
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardResult:
+        return RewardResult(np.zeros(len(images)))
+
+
+@pytest.mark.parametrize(
+    ("reward", "ignores_prompt"),
+    [("Brightness", True), ("FirstLetter", False), ("Constant", False)],
+)
+def test_a_reward_that_scores_images_alike_for_other_prompts_ignores_them(
+    reward: str, ignores_prompt: bool
+) -> None:
+    config = configure_reward(f"{__name__}:{reward}")
+    assert try_reward(config, PROMPTS, 16, 32).ignores_prompt is ignores_prompt
+    assert not try_reward(config, PROMPTS[:1] * 2, 16, 32).ignores_prompt

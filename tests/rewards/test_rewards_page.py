@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,13 @@ import yaml
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.registry import REWARDS
 from ebbflow.rewards import http, server, server_limits
-from ebbflow.rewards.protocol import MAX_JSON_VALUES, Health, ScoreAnswer, ScoreRequest
+from ebbflow.rewards.protocol import (
+    MAX_JSON_VALUES,
+    Health,
+    ScoreAnswer,
+    ScoreRequest,
+    identify_image,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 TEXT = PAGE.read_text()
@@ -48,6 +55,7 @@ def test_the_messages_are_those_of_the_protocol():
     answered = ScoreAnswer.model_validate_json(answer)
     assert server._decode_images(asked.images).shape == (1, 8, 8, 3)
     assert answered.failures.keys() == {0}
+    assert answered.ids == [identify_image(base64.b64decode(image)) for image in asked.images]
     assert json.loads(health) == Health(reward="geneval", ready=True).model_dump()
     for message in (ScoreRequest, ScoreAnswer, Health):
         assert all(f'"{key}"' in TEXT for key in message.model_fields)

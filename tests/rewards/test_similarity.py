@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 from reward_cases import as_prompt, as_rgb
 
 from ebbflow.models.glyph_training.lettering import render_text
+from ebbflow.rewards.built_in import similarity
 from ebbflow.rewards.built_in.similarity import Similarity
 
 
@@ -54,3 +56,9 @@ def test_what_cannot_be_rendered_is_a_failure():
 
 def test_similarity_is_always_available():
     assert Similarity().explain_unavailable() is None
+
+
+def test_letters_whose_opposite_is_drawn_score_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (32, 128), np.uint8)
+    monkeypatch.setattr(similarity, "_find_best_match", lambda *arguments: -0.5)
+    assert similarity.match_letters(grey, "OPEN") == 0

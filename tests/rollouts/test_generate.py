@@ -5,17 +5,18 @@ exact flow.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from ebbflow.flow.noise import SampleKeys, generate_noise
+from ebbflow.flow.noise import SampleKeys, generate_noise, generate_shared_noise
 from ebbflow.flow.sampler import SolverHistory
 from ebbflow.flow.samplers.dpm_solver import SAMPLER as DPM_SOLVER
 from ebbflow.flow.transition import compute_log_prob, compute_transition, sample_next_latents
-from ebbflow.flow.windows import Plan, shorten_schedule
+from ebbflow.flow.windows import Plan, count_states, shorten_schedule
 from ebbflow.models import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate_samples
@@ -30,7 +31,7 @@ DATA_STD = 0.5
 
 
 def window(*steps, tail=None):
-    return Plan(steps, steps, tail)
+    return Plan(steps, steps, tail, with_means=True)
 
 
 class GaussianModel:
@@ -94,7 +95,9 @@ def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model,
 
 
 @pytest.mark.parametrize(
-    "plan", [None, window(1, 2), window(1, tail=0.5), Plan((0, 1, 2, 3), (0, 3))], ids=str
+    "plan",
+    [None, window(1, 2), window(1, tail=0.5), Plan((0, 1, 2, 3), (0, 3), with_means=True)],
+    ids=str,
 )
 def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys, plan):
     conditioning = model.encode_texts(TEXTS)
@@ -138,7 +141,13 @@ def test_the_same_call_gives_the_same_bits_and_another_seed_other_ones(model, ma
 @pytest.mark.parametrize("name", STOCHASTIC)
 @pytest.mark.parametrize(
     "plan",
-    [window(0), window(1, 2, 3), window(0, 1, 2, 3), window(1, 3), Plan((0, 1, 2, 3), (1, 3))],
+    [
+        window(0),
+        window(1, 2, 3),
+        window(0, 1, 2, 3),
+        window(1, 3),
+        Plan((0, 1, 2, 3), (1, 3), None, True),
+    ],
     ids=str,
 )
 def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, name, plan):
@@ -172,6 +181,48 @@ def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, n
             assert torch.equal(record.log_probs[:, index], compute_log_prob(move, after))
         latents = after
     assert torch.equal(rollouts.latents, latents)
+
+
+def test_the_noise_of_a_step_is_generated_while_the_network_predicts(make_keys, monkeypatch):
+    generated = {index: threading.Event() for index in range(5)}
+
+    def generate_and_tell(shape, keys, index):
+        noise = generate_shared_noise(shape, keys, index)
+        generated[index].set()
+        return noise
+
+    class WaitingModel(GaussianModel):
+        def predict_velocity(self, latents, sigma, conditioning):
+            step = len(self.evaluated_at)
+            if step < 4:
+                assert generated[step + 1].wait(60), "the noise is generated after the prediction"
+            return super().predict_velocity(latents, sigma, conditioning)
+
+    monkeypatch.setattr("ebbflow.rollouts.generate.generate_shared_noise", generate_and_tell)
+    generate_samples(WaitingModel(), nothing(7), make_keys(7), SDE)
+
+
+@pytest.mark.parametrize(
+    ("trained", "num_states"),
+    [((0, 1, 2, 3), 5), ((1, 2), 3), ((0, 2), 4), ((0, 2, 3), 5)],
+    ids=str,
+)
+def test_each_state_is_kept_once_and_means_only_where_they_are_asked_for(
+    model, make_keys, trained, num_states
+):
+    conditioning = model.encode_texts(TEXTS)
+    every = (0, 1, 2, 3)
+    with_means, without = (
+        generate_samples(
+            model, conditioning, make_keys(7), SDE, Plan(every, trained, with_means=means)
+        ).trajectory
+        for means in (True, False)
+    )
+    assert without.states.shape[:2] == (7, num_states)
+    assert count_states(trained) == num_states
+    assert without.means is None
+    for name in ("states", "log_probs", "latents", "next_latents"):
+        assert torch.equal(getattr(without, name), getattr(with_means, name))
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
@@ -437,6 +488,6 @@ def test_bfloat16_images_are_close_to_those_of_float32(model, make_keys):
 
 def test_keys_by_slice_and_by_position():
     keys = SampleKeys(7, [4, 5, 6], [0, 1, 2])
-    assert keys.select_slice(slice(1, 3)) == SampleKeys(7, [5, 6], [1, 2])
+    assert keys.select_samples(slice(1, 3)) == SampleKeys(7, [5, 6], [1, 2])
     assert keys.select_samples(np.array([2, 0])) == SampleKeys(7, [6, 4], [2, 0])
     assert len(keys) == 3

@@ -39,15 +39,19 @@ SDE = SamplerConfig(name="flow_sde", steps=4)
 
 # Plain Python, for torch takes seconds to import: it follows the protocol as far as the test says.
 STAND_IN = """
-    import json, os, socket, struct, sys
+    import json, math, os, socket, struct, sys
     connection = socket.socket(fileno=int(sys.argv[1]))
     read = connection.makefile("rb")
     def take():
-        head, body = struct.unpack("<QQ", read.read(16))
-        return json.loads(read.read(head)), read.read(body)
+        (length,) = struct.unpack("<Q", read.read(8))
+        header = json.loads(read.read(length))
+        for _, dtype, shape in header.pop("tensors"):
+            assert dtype == "float32"
+            read.read(4 * math.prod(shape))
+        return header
     def give(header):
-        head, body = json.dumps(header).encode(), struct.pack("<Q", 2) + b"{}"
-        connection.sendall(struct.pack("<QQ", len(head), len(body)) + head + body)
+        head = json.dumps(header | {"tensors": []}).encode()
+        connection.sendall(struct.pack("<Q", len(head)) + head)
     print("a stand-in begins", flush=True)
 """
 
@@ -58,6 +62,7 @@ class Generating:
     def __init__(self):
         self.calls = []
         self.files = []
+        self.applied = {"layers": 1, "norm": 0.0}
 
     def open(self, header, tensors):
         self.header = header
@@ -69,7 +74,7 @@ class Generating:
     def take(self, header, tensors):
         self.calls.append(header)
         self.files.append(load_file(header["file"]))
-        return {"sha256": compute_checksum(self.files[-1])}, {}
+        return {"sha256": compute_checksum(self.files[-1])} | self.applied, {}
 
     def generate(self, header, tensors):
         task = Task.unpack_message(header, tensors)
@@ -155,7 +160,7 @@ def test_a_request_is_cut_and_comes_back_as_from_the_reference(other, ctx, plan)
     assert torch.equal(found.latents, wanted.latents)
     assert np.array_equal(images, pictures)
     if plan:
-        for name, values in vars(wanted.trajectory).items():
+        for name, values in wanted.trajectory.list_columns().items():
             assert torch.equal(getattr(found.trajectory, name), values), name
     else:
         assert found.trajectory is None
@@ -191,6 +196,36 @@ def test_lora_is_one_file_with_its_rank_and_alpha_and_does_not_stay(other, ctx):
     assert file.keys() == weights.keys()
     assert all(torch.equal(file[name], values) for name, values in weights.items())
     assert not vllm_omni.Path(call["file"]).exists()
+
+
+@pytest.mark.parametrize("applied", [(1, 18.0), (2, 50.91), (2, 8.485)])
+def test_an_engine_that_adapts_other_layers_or_by_another_scale_is_refused(other, ctx, applied):
+    """Two layers of norm 6, scaled by 3: 18 * sqrt(2) in all."""
+    engine = open_engine(ctx(policy={"train": "lora", "rank": 4, "alpha": 12}))
+    weights = {}
+    for block in range(2):
+        weights[f"blocks.{block}.to_q.lora_A.default.weight"] = torch.eye(4, 9)
+        weights[f"blocks.{block}.to_q.lora_B.default.weight"] = 3 * torch.eye(6, 4)
+    layers, norm = applied
+    other.applied = {"layers": layers, "norm": norm}
+    with pytest.raises(
+        EngineError, match=f"adapts {layers} layers .* the policy 2 by one of 25.46"
+    ):
+        engine.load(weights)
+    with pytest.raises(EngineError, match="was closed"):
+        engine.load(weights)
+
+
+def test_an_engine_whose_adapters_are_rounded_is_taken(other, ctx):
+    engine = open_engine(ctx(policy={"train": "lora", "rank": 4, "alpha": 12}))
+    weights = {
+        "blocks.0.to_q.lora_A.default.weight": torch.randn(4, 9),
+        "blocks.0.to_q.lora_B.default.weight": torch.randn(6, 4),
+    }
+    first, second = weights.values()
+    norm = 3 * (second.bfloat16().float() @ first.bfloat16().float()).norm().item()
+    other.applied = {"layers": 1, "norm": norm}
+    engine.load(weights)
 
 
 def test_full_weights_go_in_buckets_and_the_last_one_says_so(other, ctx, monkeypatch):
@@ -336,9 +371,11 @@ def test_other_families_are_refused(kind):
     stages = [{"kind": kind, "engine": "vllm_omni"}]
     with pytest.raises(
         RecipeError,
-        match="stages.0.engine = 'vllm_omni' generates with qwen_image and sd3.*family = 'flux'",
+        match="stages.0.engine = 'vllm_omni' generates with .*qwen_image.*sd3.*family = 'lumina2'",
     ):
-        Recipe.model_validate({"model": {"family": "flux", "path": "somewhere"}, "stages": stages})
+        Recipe.model_validate(
+            {"model": {"family": "lumina2", "path": "somewhere"}, "stages": stages}
+        )
 
 
 def test_every_environment_has_the_engine_that_its_package_was_written_for():

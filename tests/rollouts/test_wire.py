@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from ebbflow.models import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.wire import (
-    LENGTHS,
+    LENGTH,
+    TYPES,
     Task,
     pack_rollouts,
     receive_message,
@@ -79,7 +81,9 @@ def test_negative_prompts_that_guide_nothing_stay_behind():
 
 
 @pytest.mark.parametrize("negative", [False, True])
-@pytest.mark.parametrize("plan", [None, Plan((1, 2), (2,), 0.5), Plan((0,), (0,))], ids=str)
+@pytest.mark.parametrize(
+    "plan", [None, Plan((1, 2), (2,), 0.5), Plan((0,), (0,), None, True)], ids=str
+)
 def test_a_task_arrives_as_it_was(pair, negative, plan):
     conditioning = encoded(3, 4.5, encoded(3) if negative else None)
     keys = SampleKeys(2**62 + 1, np.array([7, 8, 9]), [np.int64(4), 5, 2**40], sharing=[3])
@@ -94,9 +98,12 @@ def test_a_task_arrives_as_it_was(pair, negative, plan):
 
 def test_rollouts_and_images_arrive_as_they_were(pair):
     images = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
-    values = [torch.randn(2, 3, 1, 4, 4) for _ in range(3)]
     trajectory = Trajectory(
-        torch.linspace(1, 0, 6), torch.tensor([1, 2, 4]), *values, torch.randn(2, 3)
+        torch.linspace(1, 0, 6),
+        torch.tensor([1, 2, 4]),
+        torch.randn(2, 5, 1, 4, 4),
+        torch.randn(2, 3),
+        torch.randn(2, 3, 1, 4, 4),
     )
     for rollouts in (
         Rollouts(torch.randn(2, 1, 4, 4), trajectory),
@@ -107,7 +114,7 @@ def test_rollouts_and_images_arrive_as_they_were(pair):
         assert torch.equal(found.latents, rollouts.latents)
         assert (found.trajectory is None) == (rollouts.trajectory is None)
         if rollouts.trajectory is not None:
-            for name, sent in vars(rollouts.trajectory).items():
+            for name, sent in rollouts.trajectory.list_columns().items():
                 assert torch.equal(getattr(found.trajectory, name), sent)
 
 
@@ -117,6 +124,27 @@ def test_large_tensors_pass_the_wire(pair):
     assert header == {"call": "x"}
     assert torch.equal(found["large"], large)
     assert torch.equal(found["view"], large[::2])
+
+
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+def test_tensors_of_every_type_and_shape_arrive(pair, dtype):
+    values = (100 * torch.rand(3, 2)).to(dtype)
+    sent = {"a": values, "scalar": values[0, 0], "none": values[:0], "turned": values.T}
+    received = through(pair, {}, sent)[1]
+    assert list(received) == list(sent)
+    for name, expected in sent.items():
+        assert received[name].dtype == dtype
+        assert torch.equal(received[name], expected)
+
+
+def test_a_tensor_is_received_where_it_stays(pair):
+    large = torch.zeros(8_000_000, dtype=torch.uint8)
+    tracemalloc.start()
+    through(pair, {}, {"large": large})
+    # Tensors are not Python's memory: what is seen here would be copies of them.
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
 
 
 def test_a_failed_call_is_answered_and_the_next_one_served(pair):
@@ -146,7 +174,7 @@ def test_a_failed_call_is_answered_and_the_next_one_served(pair):
 
 def test_half_a_message_is_the_end(pair):
     ours, theirs = pair
-    ours.sendall(LENGTHS.pack(10, 0) + b"{}")
+    ours.sendall(LENGTH.pack(10) + b"{}")
     ours.close()
     with pytest.raises(EOFError):
         receive_message(theirs)

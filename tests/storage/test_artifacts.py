@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ebbflow.storage import artifacts
 from ebbflow.storage.artifacts import (
     COMMIT,
+    EXPORT,
     MANIFEST,
     ArtifactError,
     check_replaceable,
@@ -176,6 +177,47 @@ def test_a_new_folder_takes_the_place_of_the_old_one(folder):
         write(partial, {"only": b"this"})
     verify_folder(folder)
     assert everything(folder).keys() == {"only", MANIFEST, COMMIT}
+
+
+def test_a_folder_is_replaced_by_one_of_its_kind_alone(folder, tmp_path):
+    with (
+        pytest.raises(ArtifactError, match="holds an artifact of a run, not an export"),
+        write_new_folder(folder, kind=EXPORT),
+    ):
+        pass
+    verify_folder(folder)
+    exported = tmp_path / "exported"
+    for _ in range(2):
+        with write_new_folder(exported, kind=EXPORT) as partial:
+            write(partial)
+        verify_folder(exported)
+    with (
+        pytest.raises(ArtifactError, match="holds an export, not an artifact of a run"),
+        write_new_folder(exported),
+    ):
+        pass
+    verify_folder(exported)
+
+
+def test_a_file_that_is_saved_while_a_folder_is_replaced_is_kept(folder, monkeypatch):
+    check = artifacts.check_replaceable
+
+    def check_then_save(*args):
+        check(*args)
+        if checks:
+            (folder / "thesis.tex").write_text("years of work")
+        checks.append(args)
+
+    checks = []
+    monkeypatch.setattr(artifacts, "check_replaceable", check_then_save)
+    with (
+        pytest.raises(ArtifactError, match="changed while it was replaced. Nothing was deleted"),
+        write_new_folder(folder) as partial,
+    ):
+        write(partial, {"only": b"this"})
+    assert len(checks) == 2
+    assert everything(folder).keys() == {*FILES, MANIFEST, COMMIT, "thesis.tex"}
+    assert [path.name for path in folder.parent.iterdir()] == ["artifact"]
 
 
 def test_it_does_not_exist_before_it_is_whole(tmp_path):

@@ -208,7 +208,8 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
         try:
             with write_new_folder(folder) as partial:
                 (partial / "weights").write_text("of another")
-            assert (tmp_path / f".step-00010.partial-{writer.pid}" / "weights").is_file()
+            (partial_folder,) = tmp_path.glob(f".step-00010.partial-{writer.pid}-*")
+            assert (partial_folder / "weights").is_file()
         finally:
             writer.send_signal(signal.SIGKILL)
     assert len(list(tmp_path.iterdir())) == 2
@@ -216,6 +217,15 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
         (partial / "weights").write_text("of the next attempt")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00010"]
     assert (folder / "weights").read_text() == "of the next attempt"
+
+
+@pytest.mark.parametrize("name", [".out.partial-99", ".out.partial-99-0123abcd", ".out.partial-x"])
+def test_a_users_folder_with_the_name_of_a_partial_is_kept(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("years of work")
+    with write_new_folder(tmp_path / "out") as partial:
+        (partial / "weights").write_text("x")
+    assert (tmp_path / name / "thesis.tex").read_text() == "years of work"
 
 
 ON_A_SMALL_DISK = """

@@ -9,7 +9,11 @@ import pytest
 
 from ebbflow.recipe import Recipe, paths
 from ebbflow.storage import identity
-from ebbflow.storage.identity import compute_code_digest, compute_inputs_digest
+from ebbflow.storage.identity import (
+    compute_code_digest,
+    compute_inputs_digest,
+    digest_named_weights,
+)
 
 
 def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> None:
@@ -23,6 +27,10 @@ def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> No
     same = copied("one")
     assert copied("two") == same
     assert copied("three", **{"notes.md": "4"}) == same
+    # The prompts that an installed package has and the package of a clone has not.
+    assert copied("seven", **{"datasets/signs/prompts.txt": "a sign"}) == same
+    assert copied("nine", **{"datasets/signs/loader.py": ""}) != same
+    assert copied("eight", **{"rewards/question.txt": "Is it?"}) != same
     assert (
         len(
             {
@@ -78,7 +86,7 @@ def test_inputs_that_ebbflow_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = tmp_path / "datasets" / "mine" / "prompts.txt"
     file.parent.mkdir(parents=True)
     file.write_text("one")
-    monkeypatch.setattr(paths, "PACKAGE", tmp_path)
+    monkeypatch.setattr(paths, "SHIPPED_HOME", tmp_path)
     recipe = Recipe.model_validate({"prompts": {"source": "ebbflow:datasets/mine/prompts.txt"}})
     old_digest = compute_inputs_digest(recipe)
     file.write_text("another")
@@ -124,3 +132,22 @@ def test_what_is_elsewhere_is_taken_as_unchanged(named: dict[str, Any]) -> None:
     assert compute_inputs_digest(Recipe.model_validate(named)) == compute_inputs_digest(
         Recipe.model_validate(named)
     )
+
+
+def test_weights_are_named_by_their_contents_or_commit(tmp_path: Path) -> None:
+    """Two files of one size and time are other weights."""
+    folder = tmp_path / "clip"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("one")
+    commit = "a" * 40
+    reward = {
+        "weights": {"path": "owner/name", "revision": commit},
+        "tokenizer": {"path": str(folder), "revision": None},
+        "weight": 1.0,
+    }
+    first = digest_named_weights({"pickscore": reward})
+    assert first["pickscore.weights"] == f"owner/name@{commit}"
+    assert len(first["pickscore.tokenizer.path"]) == 64
+    (folder / "model.safetensors").write_text("two")
+    second = digest_named_weights({"pickscore": reward})
+    assert {key for key in first if first[key] != second[key]} == {"pickscore.tokenizer.path"}

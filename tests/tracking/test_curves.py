@@ -20,7 +20,11 @@ from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder
 from ebbflow.storage.tables import write_table
 from ebbflow.tracking.child_run import open_node_run
-from ebbflow.tracking.curves import build_evaluation_curves, read_rollout_curves
+from ebbflow.tracking.curves import (
+    build_evaluation_curves,
+    build_stage_curves,
+    read_rollout_curves,
+)
 from ebbflow.tracking.outage import deliver_saved_records
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import connect_to_store
@@ -77,13 +81,13 @@ def test_the_parent_has_one_reward_curve_over_all_stages(
     train(tracked, "1.1 online", 0, range(3))
     evaluate(tracked, "1.1 online", 0.3, 3)
     train(tracked, "2.1 online", 3, range(2))
-    assert curve(client, tracked.run_id, "train/reward") == [
+    assert curve(client, tracked.run_id, "reward/train") == [
         (step, step / 100) for step in range(5)
     ]
-    assert curve(client, tracked.run_id, "held_out/reward") == [(0, 0.1), (3, 0.3)]
-    assert curve(client, tracked.run_id, "validation/reward") == [(0, 0.2), (3, 0.4)]
-    assert [step for step, _ in curve(client, tracked.run_id, "1.1 online/loss")] == [0, 1, 2]
-    assert [step for step, _ in curve(client, tracked.run_id, "2.1 online/loss")] == [3, 4]
+    assert curve(client, tracked.run_id, "reward/held_out") == [(0, 0.1), (3, 0.3)]
+    assert curve(client, tracked.run_id, "reward/validation") == [(0, 0.2), (3, 0.4)]
+    assert [step for step, _ in curve(client, tracked.run_id, "stage 1.1 online/loss")] == [0, 1, 2]
+    assert [step for step, _ in curve(client, tracked.run_id, "stage 2.1 online/loss")] == [3, 4]
     assert not [
         key
         for key in client.get_run(tracked.run_id).data.metrics
@@ -96,8 +100,10 @@ def test_a_stage_that_is_resumed_doubles_no_point_of_the_parent(
 ) -> None:
     train(tracked, "1.1 online", 0, range(4))  # two steps more than its checkpoint
     train(tracked, "1.1 online", 0, range(2, 6), died_after=2)
-    assert [step for step, _ in curve(client, tracked.run_id, "train/reward")] == list(range(6))
-    assert [step for step, _ in curve(client, tracked.run_id, "1.1 online/loss")] == list(range(6))
+    assert [step for step, _ in curve(client, tracked.run_id, "reward/train")] == list(range(6))
+    assert [step for step, _ in curve(client, tracked.run_id, "stage 1.1 online/loss")] == list(
+        range(6)
+    )
 
 
 def test_what_came_late_fills_its_place_before_later_stages(
@@ -111,11 +117,11 @@ def test_what_came_late_fills_its_place_before_later_stages(
             outage.setattr(MlflowClient, method, away)
         train(tracked, "1.1 online", 0, range(3))
     train(tracked, "2.1 online", 3, range(2))
-    assert [step for step, _ in curve(client, tracked.run_id, "train/reward")] == [3, 4]
+    assert [step for step, _ in curve(client, tracked.run_id, "reward/train")] == [3, 4]
     deliver_saved_records(tracked)
-    assert [step for step, _ in curve(client, tracked.run_id, "train/reward")] == list(range(5))
+    assert [step for step, _ in curve(client, tracked.run_id, "reward/train")] == list(range(5))
     deliver_saved_records(tracked)
-    assert [step for step, _ in curve(client, tracked.run_id, "train/reward")] == list(range(5))
+    assert [step for step, _ in curve(client, tracked.run_id, "reward/train")] == list(range(5))
 
 
 def test_the_rollouts_of_an_offline_stage_are_a_point_of_the_reward_curve(tmp_path: Path) -> None:
@@ -124,7 +130,7 @@ def test_the_rollouts_of_an_offline_stage_are_a_point_of_the_reward_curve(tmp_pa
         "pairs": {},
     }.items():
         write_table(tmp_path / name, ADVANTAGES, [], about)
-    assert read_rollout_curves(tmp_path / "scored") == {"train/reward": 0.4}
+    assert read_rollout_curves(tmp_path / "scored") == {"reward/train": 0.4}
     assert read_rollout_curves(tmp_path / "pairs") == {}
 
 
@@ -199,3 +205,33 @@ def test_a_monitor_that_cannot_start_stops_nothing(
     with open_node_run(tracked, "train"):
         pass
     assert "cannot measure the load of this machine: no /proc here" in caplog.text
+
+
+def test_the_first_section_of_the_page_has_reward_held_out_score_and_alarms() -> None:
+    evaluation = Evaluation(
+        label="before",
+        policy_version=0,
+        held_out={"reward": 0.5, "ocr": 0.4},
+        validation={"reward": 0.6, "ocr": 0.3},
+        coverage=1,
+        velocity_drift=0,
+        seconds={},
+    )
+    metrics = {
+        "reward/mean": 0.2,
+        "loss": 1.0,
+        "alarm/velocity_drift": 1.0,
+        "alarm/statistics": 1.0,
+    }
+    curves = build_stage_curves("1.1 online", metrics) | build_evaluation_curves(evaluation)
+    # MLflow's sections are the prefixes, sorted, and their charts, too.
+    assert sorted(curves)[:6] == [
+        "reward/alarms",
+        "reward/held_out",
+        "reward/train",
+        "reward/validation",
+        "scores/held_out/ocr",
+        "scores/validation/ocr",
+    ]
+    assert curves["reward/alarms"] == 2
+    assert all(name.startswith("stage 1.1 online/") for name in sorted(curves)[6:])

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +28,8 @@ from PIL import Image
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.tracking import pending
+from ebbflow.resume import InterruptedAttempt
+from ebbflow.tracking import parent_run, pending
 from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.delivery import MAX_PARAM_LENGTH, flatten_settings
 from ebbflow.tracking.outage import deliver_saved_records
@@ -39,6 +42,7 @@ from ebbflow.tracking.store import (
     connect_to_store,
     resolve_tracking_uri,
 )
+from ebbflow.training.stop_conditions import Preempted, handle_sigterm
 
 
 @pytest.fixture
@@ -101,6 +105,19 @@ def test_the_parent_run_says_who_ran_what(recipe: Recipe, monkeypatch: pytest.Mo
         assert tags["mlflow.source.git.commit"] == commit.stdout.strip()
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD"]).returncode != 0
         assert ("ebbflow.uncommitted_changes" in tags) == changed
+
+
+def test_a_run_in_a_pod_has_the_commit_of_its_image(
+    recipe: Recipe, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod has no repository, and its image may have no git."""
+    monkeypatch.setattr(parent_run, "get_git_commit", lambda path: None)
+    for value, is_dirty in (("c" * 40, False), (f"{'c' * 40}-dirty", True)):
+        monkeypatch.setenv("EBBFLOW_GIT_COMMIT", value)
+        tracked = start_run(recipe, None)
+        tags = client.get_run(tracked.run_id).data.tags
+        assert tags["mlflow.source.git.commit"] == "c" * 40
+        assert ("ebbflow.uncommitted_changes" in tags) == is_dirty
 
 
 def test_runs_of_a_recipe_have_names_of_their_own(recipe: Recipe, client: MlflowClient) -> None:
@@ -177,6 +194,42 @@ def test_a_child_is_resumed_and_ends_as_its_body_ends(
     assert [child.info.status for child in children] == ["FAILED"]
     assert attempt(fails=False) == children[0].info.run_id
     assert client.get_run(children[0].info.run_id).info.status == "FINISHED"
+
+
+def test_an_interrupted_child_is_killed_until_another_attempt_goes_on(
+    tracked: TrackedRun, client: MlflowClient
+) -> None:
+    """An abort in Flyte's console ends a stage in this way, and no attempt follows."""
+
+    def read_statuses() -> set[str]:
+        runs = client.search_runs([tracked.experiment_id])
+        return {run.info.status for run in runs if run.info.run_id in (child_id, tracked.run_id)}
+
+    with (
+        pytest.raises(Preempted, match="SIGTERM"),
+        open_node_run(tracked, "train", first_step=0) as run_logger,
+    ):
+        raise Preempted("train was preempted (SIGTERM)")
+    child_id = run_logger.run_id
+    assert read_statuses() == {"KILLED"}
+    with open_node_run(tracked, "train", first_step=0) as run_logger:
+        assert run_logger.run_id == child_id
+        assert read_statuses() == {"RUNNING"}
+
+
+def test_a_sigterm_that_the_last_stage_could_not_obey_ends_the_run_at_its_next_node(
+    tracked: TrackedRun, client: MlflowClient
+) -> None:
+    with open_node_run(tracked, "1.1 online"), handle_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+    with (
+        pytest.raises(InterruptedAttempt, match="SIGTERM came before evaluation began; "),
+        open_node_run(tracked, "evaluation"),
+    ):
+        raise AssertionError("the node has begun")
+    # Obeyed: the next attempt in this process goes on.
+    with open_node_run(tracked, "evaluation"):
+        pass
 
 
 def test_steps_that_a_resumed_run_already_holds_are_not_logged_twice(

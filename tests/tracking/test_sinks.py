@@ -65,7 +65,7 @@ def train(tracked: TrackedRun, steps: int) -> None:
 
 def test_a_sink_gets_the_curves_of_the_parent(recipe: Recipe, kept: type[Kept]) -> None:
     train(tracked_with(recipe, "wandb"), 2)
-    values = {"1.1 online/reward/mean": 0.5, "train/reward": 0.5}
+    values = {"stage 1.1 online/reward/mean": 0.5, "reward/train": 0.5}
     assert [("1.1 online", 10, values), ("1.1 online", 11, values), ("1.1 online", -1, {})] == GOT
 
 
@@ -140,8 +140,8 @@ def test_a_sink_of_a_users_own_is_one_file_that_the_recipe_names(
     tracked = start_run(named, None)
     train(tracked, 2)
     assert Path(f"{tracked.folder}.txt").read_text().splitlines() == [
-        "1.1 online 10 1.1 online/reward/mean train/reward",
-        "1.1 online 11 1.1 online/reward/mean train/reward",
+        "1.1 online 10 stage 1.1 online/reward/mean reward/train",
+        "1.1 online 11 stage 1.1 online/reward/mean reward/train",
         "closed",
     ]
 
@@ -183,12 +183,12 @@ def test_tensorboard_shows_a_retried_node_once(recipe: Recipe) -> None:
     ):
         opened = NodeSinks(tracked, node)
         for step in range(first, first + steps):
-            opened.log({"train/reward": step / 10}, step)
+            opened.log({"reward/train": step / 10}, step)
         opened.close()
     shown = [
         (event.step, round(event.value, 3))
         for file in sorted(Path(tracked.folder, "tensorboard").iterdir())
-        for event in EventAccumulator(str(file)).Reload().Scalars("train/reward")
+        for event in EventAccumulator(str(file)).Reload().Scalars("reward/train")
     ]
     assert shown == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)]
 
@@ -275,4 +275,4 @@ def test_wandb_itself_takes_the_curves_offline(
     train(tracked, 3)
     assert "fails" not in caplog.text
     (kept,) = Path(tracked.folder).glob("wandb/offline-run-*/*.wandb")
-    assert b"train/reward" in kept.read_bytes()
+    assert b"reward/train" in kept.read_bytes()

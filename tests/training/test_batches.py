@@ -28,7 +28,6 @@ from training_cases import (
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.seeding import Stream, make_generator
 from ebbflow.training.batches import (
-    CorrectedRollout,
     build_forward_batch,
     build_trajectory_batch,
     count_micro_batches,
@@ -42,7 +41,7 @@ STAGE = stage_of("mix_grpo", sampler={"steps": 5})
 def test_a_window_becomes_a_term_for_each_sample_and_step(model):
     trajectory, conditioning, keys = rollout(model, STAGE.sampler, (0, 2))
     batch = build_trajectory_batch(
-        CorrectedRollout.without_correction(trajectory),
+        trajectory,
         conditioning,
         torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
         keys,
@@ -73,13 +72,9 @@ def test_terms_that_the_correction_rejects_are_not_there(model):
     trajectory, conditioning, keys = rollout(model, STAGE.sampler, (0, 2))
     keep = torch.tensor([[1, 1], [0, 1], [1, 1], [0, 0], [1, 0], [1, 1]]).bool()
     weight = torch.arange(12.0).view(6, 2)
-    apply_rollout_correction = dataclasses.replace(
-        CorrectedRollout.without_correction(trajectory), keep=keep, weight=weight
-    )
+    corrected = dataclasses.replace(trajectory, keep=keep, weight=weight)
     advantage = torch.arange(6.0)
-    batch = build_trajectory_batch(
-        apply_rollout_correction, conditioning, advantage, keys, STAGE.sampler
-    )
+    batch = build_trajectory_batch(corrected, conditioning, advantage, keys, STAGE.sampler)
     assert batch.weight.tolist() == [0, 1, 3, 4, 5, 8, 10, 11]
     assert batch.advantage.tolist() == [0, 0, 1, 2, 2, 4, 5, 5]
     assert list(batch.keys.prompt_ids) == [0, 0, 1, 2, 2, 4, 5, 5]
@@ -134,7 +129,7 @@ def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
         *(of[4:5] for of in (clean,)),
         conditioning.select_rows(slice(4, 5)),
         advantage[4:5],
-        keys.select_slice(slice(4, 5)),
+        keys.select_samples(slice(4, 5)),
         ALONE[:1],
         stage.hyper_parameters,
         schedule,

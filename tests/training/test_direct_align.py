@@ -137,7 +137,7 @@ def test_rows_end_in_the_band_and_start_on_both_sides(base_folder):
         f"prompt 0, sample 0, step from sigma {start[0, 1]:.4f} to {end[0, 1]:.4f}"
     )
     _, alone = make(
-        base_folder, keys=keys.select_slice(slice(7, 8)), min_sigma=0.2, max_sigma=0.7, jump=0.3
+        base_folder, keys=keys.select_samples(slice(7, 8)), min_sigma=0.2, max_sigma=0.7, jump=0.3
     )
     torch.testing.assert_close(alone.inputs.latents, batch.inputs.latents[14:16])
 

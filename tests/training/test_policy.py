@@ -231,7 +231,7 @@ def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path
     policy.blend_copy("old", 0.3)
     trained = values(policy)
     old = dict(policy.copies["old"])
-    written = metadata_of(config, copies=("old",), stages=("1.1 online",))
+    written = metadata_of(policy.config, copies=("old",), stages=("1.1 online",))
     policy.save_folder(tmp_path / "policy", written)
     verify_folder(tmp_path / "policy")
 

@@ -192,6 +192,7 @@ def taught(base: Path, ranks: Ranks) -> dict[str, float]:
     updater.algorithm = Algorithm(
         updater.algorithm.config, loss, copies=lambda config: frozenset({"teacher"})
     )
+    updater.teacher_copies = sorted(map(teacher_copy_name, "ab"))
     share = (0, 6) if ranks.world == 1 else [(0, 4), (4, 6)][ranks.rank]
     sets = {prompt: "a" if prompt < 4 else "b" for prompt in range(6)}
     return updater.update_policy(forward_rows(model, updater.stage, ALONE, *share), 2, sets)

@@ -14,7 +14,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import predict
 from ebbflow.rollouts.generate import generate_samples
-from ebbflow.training.batches import CorrectedRollout, build_trajectory_batch, split_into_passes
+from ebbflow.training.batches import build_trajectory_batch, split_into_passes
 from ebbflow.training.rollout_forward import reuse_rollout_forward
 from tests.training.training_cases import TEXTS, samples, updater_of
 
@@ -43,11 +43,15 @@ def make(model):
         if broken is not None:
             conditioning["embeds"][broken] = torch.nan
         made = generate_samples(
-            model, conditioning, keys, sampler, Plan((0, 1, 2), (0, 1, 2)), 4, with_graph=True
+            model,
+            conditioning,
+            keys,
+            sampler,
+            Plan((0, 1, 2), (0, 1, 2), with_means=True),
+            4,
+            with_graph=True,
         )
-        rollout = replace(
-            CorrectedRollout.without_correction(made.trajectory), keep=torch.from_numpy(keep)
-        )
+        rollout = replace(made.trajectory, keep=torch.from_numpy(keep))
         batch = build_trajectory_batch(rollout, conditioning, samples(model)[2], keys, sampler)
         return updater, batch, reuse_rollout_forward(batch, np.flatnonzero(keep), made.velocities)
 
@@ -63,7 +67,7 @@ def some(*dropped):
 KEPT = {
     "all": some([], []),
     "first and last rows of passes dropped": some([0, 1, 3, 5], [0, 0, 1, 2]),
-    "passes dropped": some([0, 1, 2, 3, 4], [1, 1, 1, 1, 0]),
+    "passes dropped": some([0, 1, 2, 4], [1, 1, 1, 0]),
 }
 
 
@@ -74,12 +78,12 @@ def test_every_row_has_the_prediction_of_its_own_pass(model, make, keep):
     found = []
     for part in slices:
         prompts, (step,) = (
-            batch.keys.select_slice(part).prompt_ids,
+            batch.keys.select_samples(part).prompt_ids,
             batch.steps[part].unique().tolist(),
         )
-        found.append((int(prompts[0] >= 4), step))
+        found.append((int(prompts[0] >= 3), step))
         assert prompts == [
-            sample for sample in range(6) if (sample >= 4) == found[-1][0] and keep[sample, step]
+            sample for sample in range(6) if (sample >= 3) == found[-1][0] and keep[sample, step]
         ]
         assert torch.allclose(
             batch.inputs.predicted[part.start],
@@ -87,9 +91,7 @@ def test_every_row_has_the_prediction_of_its_own_pass(model, make, keep):
             atol=1e-5,
         )
     assert found == [
-        where
-        for where in PASSES
-        if keep[[4 * where[0] + i for i in range(4 - 2 * where[0])], where[1]].any()
+        where for where in PASSES if keep[[3 * where[0] + i for i in range(3)], where[1]].any()
     ]
     order = np.lexsort((batch.steps, batch.keys.prompt_ids))  # as the usual batch has its rows
     for name in ("weight", "next_latents", "steps", "old_mean", "old_log_prob", "advantage"):
@@ -148,11 +150,11 @@ def test_a_rollout_with_graphs_is_the_same_to_the_last_bit(model, make):
     plain = generate_samples(*arguments)
     kept = generate_samples(*arguments, with_graph=True)
     assert plain.velocities == ()
-    assert [[value.shape[0] for value in part] for part in kept.velocities] == [[4], [2]]
+    assert [[value.shape[0] for value in part] for part in kept.velocities] == [[3], [3]]
     assert all(value.requires_grad for part in kept.velocities for value in part)
     assert torch.equal(plain.latents, kept.latents)
     assert not kept.latents.requires_grad
-    for name, value in vars(plain.trajectory).items():
+    for name, value in plain.trajectory.list_columns().items():
         assert torch.equal(value, getattr(kept.trajectory, name))
         assert not getattr(kept.trajectory, name).requires_grad
     assert kept.move_to(torch.device("cpu")).velocities is kept.velocities

@@ -63,7 +63,7 @@ def publish(base_folder, tmp_path):
 def started(base, source, policy, folder):
     """The model with the policy that training would start with."""
     recipe = Recipe.model_validate({"policy": {**policy, "start": {"path": str(source)}}})
-    write_start_policy(recipe, base, source, folder)
+    write_start_policy(recipe, base, source, folder, str(source))
     model = load_model(base)
     Policy(model, recipe.policy, 0).load_folder(folder, to_train=True)
     return model
@@ -92,7 +92,7 @@ def test_a_published_lora_computes_the_same_under_another_rank_and_scale(
 def test_the_reference_of_a_started_policy_is_the_base(base_folder, publish, predict, tmp_path):
     source, _ = publish()
     recipe = Recipe.model_validate({"policy": {"train": "lora", "start": {"path": str(source)}}})
-    write_start_policy(recipe, base_folder, source, tmp_path / "policy")
+    write_start_policy(recipe, base_folder, source, tmp_path / "policy", str(source))
     model = load_model(base_folder)
     policy = Policy(model, recipe.policy, 0)
     policy.load_folder(tmp_path / "policy", to_train=True)
@@ -166,7 +166,7 @@ def test_a_lora_keeps_its_digits_on_a_rounded_base(base_folder, publish, tmp_pat
             "policy": {"train": "lora", "rank": 2, "alpha": 2, "start": {"path": str(source)}},
         }
     )
-    write_start_policy(recipe, base_folder, source, tmp_path / "policy")
+    write_start_policy(recipe, base_folder, source, tmp_path / "policy", str(source))
     model = load_model(base_folder, recipe.model)
     policy = Policy(model, recipe.policy, 0)
     policy.load_folder(tmp_path / "policy", to_train=True)

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ebbflow.recipe.stages import OnlineStageConfig
+from ebbflow.resume import SIGTERM_CAME
 from ebbflow.training import stop_conditions
 from ebbflow.training.distributed import join_process_group
 from ebbflow.training.gradients import TrainingError
@@ -139,7 +140,7 @@ def test_the_first_sigterm_is_a_request_and_the_handler_before_comes_back():
         assert "nothing is saved" in limit.preemption_message("1.1 online", 3, 9, saved=False)
     finally:
         signal.signal(signal.SIGTERM, before)
-        stop_conditions._SIGTERM.clear()
+        SIGTERM_CAME.clear()
 
 
 def test_a_word_that_came_too_late_for_one_stage_is_for_the_next():
@@ -160,7 +161,7 @@ def heard_by_one(folder: Path) -> None:
         limit = StopConditions(OnlineStageConfig(), gpus=0)
         first = limit.check_after_step()
         if ranks.rank == 1:
-            stop_conditions._SIGTERM.set()
+            SIGTERM_CAME.set()
         second = limit.check_after_step()
         (folder / f"{ranks.rank}").write_text(
             f"{first.name} {second.name} {limit.preemption_message('s', 1, 2, saved=True)}"

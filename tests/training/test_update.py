@@ -262,7 +262,7 @@ def one_row(batch, row):
         name: getattr(batch, name)[part]
         for name in ("weight", "group_index", "clean", "noise", "advantage")
     }
-    return ForwardBatch(inputs=inputs, keys=batch.keys.select_slice(part), **values)
+    return ForwardBatch(inputs=inputs, keys=batch.keys.select_samples(part), **values)
 
 
 def test_what_is_wrong_with_a_term_is_said_by_its_metrics(model):

@@ -128,6 +128,7 @@ def linear_policy(elements):
         copies={},
         use_copy=lambda name: nullcontext(),
         set_gradient_reduction=lambda wanted: None,
+        average_gradients=lambda: None,
         keep_gathered=nullcontext,
         config=PolicyConfig(),
         context_parallel=1,

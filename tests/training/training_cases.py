@@ -16,7 +16,7 @@ from ebbflow.models.base import device_of
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate_samples
-from ebbflow.training.batches import CorrectedRollout, build_forward_batch, build_trajectory_batch
+from ebbflow.training.batches import build_forward_batch, build_trajectory_batch
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.update import PolicyUpdater
@@ -97,23 +97,16 @@ def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4)
     """(trajectory, conditioning, keys) of the six samples under the policy as it is."""
     conditioning = model.encode_texts(TEXTS)
     keys = SampleKeys(2, list(range(6)), [7] * 6)
-    return (
-        generate_samples(
-            model, conditioning, keys, sampler, Plan(steps, steps), micro_batch, precision
-        ).trajectory,
-        conditioning,
-        keys,
-    )
+    plan = Plan(steps, steps, with_means=True)
+    rollouts = generate_samples(model, conditioning, keys, sampler, plan, micro_batch, precision)
+    return rollouts.trajectory, conditioning, keys
 
 
-def trajectory_rows(model, stage, steps=(0, 1, 2), apply_rollout_correction=None):
+def trajectory_rows(model, stage, steps=(0, 1, 2), corrected=None):
     """The trajectory rows of a rollout of six samples under the policy as it is."""
     trajectory, conditioning, keys = rollout(model, stage.sampler, steps)
-    apply_rollout_correction = apply_rollout_correction or CorrectedRollout.without_correction(
-        trajectory
-    )
     return build_trajectory_batch(
-        apply_rollout_correction, conditioning, samples(model)[2], keys, stage.sampler
+        corrected or trajectory, conditioning, samples(model)[2], keys, stage.sampler
     )
 
 

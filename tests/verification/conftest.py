@@ -29,7 +29,7 @@ def gated_recipe(store: Path) -> Recipe:
 
 @pytest.fixture
 def prompts(make_prompts: Callable[..., list[Prompt]]) -> list[Prompt]:
-    shown = [*make_prompts(3), *make_prompts(3, "validation"), *make_prompts(12, "held_out")]
+    shown = [*make_prompts(3), *make_prompts(3, "validation"), *make_prompts(24, "held_out")]
     return [Prompt(**vars(prompt) | {"prompt_id": index}) for index, prompt in enumerate(shown)]
 
 

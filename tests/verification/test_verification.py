@@ -5,6 +5,7 @@ named.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import uuid
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from ebbflow.registry.promotion import (
     register_version,
     roll_back_champion,
 )
+from ebbflow.registry.trained_prompts import TRAINING_TABLE
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit_folder, verify_folder
 from ebbflow.storage.tables import read_table, write_table
 from ebbflow.tracking.parent_run import start_run
@@ -42,9 +44,10 @@ def recipe(gated_recipe: Recipe) -> Recipe:
 def test_what_was_registered_verifies(version: Version) -> None:
     checks = version.checks()
     assert list(checks) == list(CHECKS)
+    assert checks.pop("signature").status == "not stored", "no key is configured"
     assert {name: check for name, check in checks.items() if check.status != "ok"} == {}
     assert checks["gate"].detail.endswith("promote, as decided again from the stored scores")
-    assert "12 held out" in checks["prompts"].detail
+    assert "24 held out" in checks["prompts"].detail
 
 
 def test_a_prompt_with_several_samples_counts_once(make_version: Callable[..., Version]) -> None:
@@ -55,6 +58,7 @@ def test_one_that_the_gate_refused_verifies_as_challenger(
     make_version: Callable[..., Version],
 ) -> None:
     checks = make_version(gain=0.0).checks()
+    del checks["signature"]
     assert {check.status for check in checks.values()} == {"ok"}
     assert ": do not promote" in checks["gate"].detail
     assert checks["alias"].detail == "the version is not champion"
@@ -222,7 +226,8 @@ def test_an_evaluation_that_the_scores_do_not_give_is_found(version: Version) ->
     gate["champion"]["held_out"]["ocr"] = 0.1
     path.write_text(json.dumps(gate, sort_keys=True))
     version.set_tag(evidence.TAGS["gate.json"], evidence.sha256_of_file(path))
-    assert version.failed() == {"champion scores"}
+    # The record of the promotion names the digest of the file, too.
+    assert version.failed() == {"alias", "champion scores"}
 
 
 RECIPES = {
@@ -254,7 +259,12 @@ def test_another_recipe_is_found(
         (evidence.REWARDS_DIGEST, "rewards"),
         ("ebbflow.base_digest", "base model"),
         (model_version.POLICY_DIGEST, "policy"),
-        *((tag, None) for file, tag in evidence.TAGS.items() if file != evidence.PICTURES),
+        *(
+            (tag, None)
+            for file, tag in evidence.TAGS.items()
+            # This version was compared with no anchor.
+            if file not in (evidence.PICTURES, evidence.ANCHOR)
+        ),
     ],
 )
 def test_a_tag_that_was_changed_or_deleted_is_found(
@@ -266,6 +276,33 @@ def test_a_tag_that_was_changed_or_deleted_is_found(
     version.client.delete_model_version_tag(version.name, version.version, tag)
     assert version.failed() >= ({check} if check else set())
     assert version.failed()
+
+
+def test_training_prompts_that_are_too_many_leave_their_digest(
+    make_version: Callable[..., Version], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = make_version()
+    assert stored.checks()["training prompts"].detail.endswith(", 3 trained on")
+    (stored.folder / "evidence" / TRAINING_TABLE).unlink()
+    assert stored.failed() == {"training prompts"}
+    monkeypatch.setattr(evidence, "MAX_STORED_PROMPTS", 1)
+    large = make_version(promoted=False)
+    check = large.checks()["training prompts"]
+    assert check.status == "not stored"
+    assert len(large.tags[evidence.TAGS[TRAINING_TABLE]]) == 64
+
+
+def test_a_version_names_the_commit_of_its_code(version: Version) -> None:
+    assert re.fullmatch("[0-9a-f]{40}", version.tags["ebbflow.git_commit"])
+
+
+def test_other_weights_of_a_reward_are_found(version: Version) -> None:
+    path = version.folder / "evidence" / "gate.json"
+    gate = json.loads(path.read_text())
+    gate["candidate"]["reward_weights"] = {"similarity": "0" * 64}
+    path.write_text(json.dumps(gate, sort_keys=True))
+    version.set_tag(evidence.TAGS["gate.json"], evidence.sha256_of_file(path))
+    assert "rewards" in version.failed()
 
 
 def test_an_alias_on_a_version_that_the_gate_refused_is_found(
@@ -289,7 +326,34 @@ def test_a_rollback_moves_the_alias_lawfully(make_version: Callable[..., Version
     other = make_version(promoted=False)
     roll_back_champion(version.uri, version.name, other.version)
     assert REPLACES in other.tags
-    assert (version.failed(), other.failed()) == (set(), set())
+    assert other.failed() == set()
+    assert version.failed() == {"alias"}, "it was rolled back, for a reason"
+    assert "has been rolled back (to version" in version.checks()["alias"].detail
+    roll_back_champion(version.uri, version.name, version.version)
+    assert (version.failed(), other.failed()) == (set(), {"alias"})
+
+
+def test_an_alias_on_a_copy_of_a_promoted_version_is_found(version: Version) -> None:
+    """With all of its tags and files: they name the version that was promoted."""
+    source = version.client.get_model_version(version.name, version.version)
+    copy = version.client.create_model_version(
+        version.name, source.source, source.run_id, tags=version.tags
+    )
+    version.client.set_registered_model_alias(version.name, "champion", copy.version)
+    copied = version._replace(version=str(copy.version))
+    assert copied.failed() == {"alias"}
+    assert "is not the promotion of this version" in copied.checks()["alias"].detail
+
+
+def test_planted_bytecode_is_found(version: Version) -> None:
+    """Python runs it instead of the sources, whose digests fit."""
+    folder = version.folder / "code" / "ebbflow" / "__pycache__"
+    assert folder.is_file(), "Python can write none here"
+    folder.unlink()
+    folder.mkdir()
+    (folder / "cli.cpython-311.pyc").write_bytes(b"code")
+    assert version.failed() == {"model files"}
+    assert "code/ebbflow/__pycache__/cli.cpython-311.pyc" in version.checks()["model files"].detail
 
 
 def test_a_version_from_before_says_what_cannot_be_verified(
@@ -318,10 +382,11 @@ def test_a_version_from_before_says_what_cannot_be_verified(
         version.client.delete_model_version_tag(name, made.version, tag)
     _, checks = verify_version(version.uri, f"{name}/{made.version}", again=True)
     status = {check.name: check.status for check in checks}
-    assert {status.pop(check) for check in ("base model", "alias")} == {"ok"}
+    assert {status.pop(check) for check in ("base model", "alias", "champion again")} == {"ok"}
     assert set(status.values()) == {"not stored"}
     shown = invoke(recipe, tmp_path, f"{name}/{made.version}")
-    assert (shown.exit_code, "before Ebbflow stored it" in shown.output) == (0, True)
+    assert shown.exit_code == 3, "nothing failed, and nothing is known of it"
+    assert "nothing to verify it by: policy, gate not stored" in shown.output
 
 
 def test_a_base_that_is_only_referenced_is_not_stored(
@@ -330,6 +395,7 @@ def test_a_base_that_is_only_referenced_is_not_stored(
     monkeypatch.setattr(model_version, "MAX_STORED_BASE", 1)
     checks = make_version().checks()
     assert checks.pop("base model").status == "not stored"
+    del checks["signature"]
     assert {check.status for check in checks.values()} == {"ok"}
 
 

@@ -9,23 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
-from verification_cases import Version, evaluated, flip, invoke, prompt_table, registered
+from verification_cases import Version, flip, invoke, prompt_table, registered
 
 from ebbflow.data.images import decode_pngs, encode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.evaluate import evaluate_folder
+from ebbflow.evaluation.gate_scores import score_tables_together, update_evaluation
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.identity import list_code
 from ebbflow.storage.tables import read_table, write_table
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import PolicyMetadata
+from ebbflow.training.policy_metadata import PolicyMetadata, write_base_policy
 from ebbflow.verification import evidence
 from ebbflow.verification.checks import CHECKS, verify_version
+from ebbflow.verification.comparison import EARLIER_COMPRESSION
 from tests.parameters import move
 
 
@@ -42,7 +43,8 @@ def test_the_command_prints_a_line_per_check(
         assert done.exit_code == 0, done.output
         first, *lines = done.stdout.splitlines()
         assert first == f"{name} version 1"
-        assert [line[:2] for line in lines] == ["ok"] * len(CHECKS)
+        # No key is configured here, so that the signature is not looked at.
+        assert [line[:2] for line in lines] == ["no", *["ok"] * (len(CHECKS) - 1)]
     flip(version.folder / "evidence" / "prompts.parquet")
     done = invoke(recipe, tmp_path, name)
     assert done.exit_code == 1
@@ -79,12 +81,12 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 @pytest.fixture
 def trained(
     recipe: Recipe, name: str, base_folder: Path, prompts: list[Prompt], tmp_path: Path
-) -> Callable[[Callable[[list[dict[str, Any]]], None]], Version]:
-    """``trained(change)``: a policy that draws, registered with its own samples after ``change``
-    was made to them.
+) -> Callable[..., Version]:
+    """``trained(change)``: a policy that draws, registered with the samples of both sides after
+    ``change`` was made to those of one.
     """
 
-    def make(change: Callable[[list[dict[str, Any]]], None]) -> Version:
+    def make(change: Callable[[list[dict[str, Any]]], None], changed: str = "candidate") -> Version:
         policy = Policy(load_model(base_folder), recipe.policy, 0)
         move(policy, 0.01)
         metadata = PolicyMetadata(
@@ -96,25 +98,34 @@ def trained(
         )
         policy.save_folder(tmp_path / "policy", metadata)
         table = prompt_table(tmp_path / "prompts.parquet", prompts)
-        path = tmp_path / "samples.parquet"
-        evaluation = evaluate_folder(
-            recipe, base_folder, tmp_path / "policy", table, "1.1 online", path
+        write_base_policy(
+            tmp_path / "start",
+            verify_folder(base_folder),
+            recipe.digest,
+            recipe.policy,
+            recipe.model,
+            recipe.evaluation,
         )
-        samples = read_table(path)
+        folders = {"candidate": tmp_path / "policy", "champion": tmp_path / "start"}
+        drawn = {side: tmp_path / f"{side}-drawn.parquet" for side in folders}
+        paths = {side: tmp_path / f"{side}.parquet" for side in folders}
+        evaluations = score_tables_together(
+            recipe,
+            table,
+            {
+                side: evaluate_folder(recipe, base_folder, folder, table, side, drawn[side])
+                for side, folder in folders.items()
+            },
+            drawn,
+            paths,
+        )
+        samples = read_table(paths[changed])
         rows = samples.to_pylist()
         change(rows)
-        write_table(
-            path, samples.schema, pa.Table.from_pylist(rows, samples.schema).to_batches(), {}
-        )
-        held_out = [row for row in rows if row["split"] == "held_out"]
-        means = {
-            metric: float(np.mean([row[metric] for row in held_out]))
-            for metric in evaluation.held_out
-        }
-        sides = {
-            "candidate": (evaluation.model_copy(update={"held_out": means}), path),
-            "champion": evaluated(tmp_path / "champion.parquet", prompts, 0.0, "before"),
-        }
+        rewritten = pa.Table.from_pylist(rows, samples.schema)
+        write_table(paths[changed], samples.schema, rewritten.to_batches(), {})
+        evaluations[changed] = update_evaluation(evaluations[changed], rewritten, prompts)
+        sides = {side: (evaluations[side], paths[side]) for side in folders}
         return registered(recipe, name, base_folder, tmp_path / "policy", sides, table)
 
     return make
@@ -136,8 +147,40 @@ def test_samples_that_are_generated_again_have_the_same_bytes(
     trained: Callable[..., Version],
 ) -> None:
     checks = trained(lambda rows: None).checks(again=True)
+    assert checks.pop("signature").status == "not stored"
     assert {check.status for check in checks.values()} == {"ok"}
-    assert checks["pictures again"].detail == "all 48 have the same bytes"
+    assert checks["pictures again"].detail == "all 96 have the same bytes"
+    assert checks["champion pictures"].detail == "all 96 have the same bytes"
+    assert checks["champion again"].detail == "the base model, which the run began with"
+
+
+def test_pictures_of_a_version_that_compressed_them_otherwise_have_the_same_pixels(
+    trained: Callable[..., Version],
+) -> None:
+    def compress_as_before(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            picture = encode_pngs(decode_pngs([row["image"]]), EARLIER_COMPRESSION)[0]
+            assert picture != row["image"]
+            row["image"] = picture
+
+    checks = trained(compress_as_before).checks(again=True)
+    assert checks["pictures again"].detail == "all 96 have the same pixels"
+    assert checks["pictures again"].status == "ok"
+    assert checks["scores again"].status == "ok"
+
+
+def test_forged_scores_of_the_champion_are_found(trained: Callable[..., Version]) -> None:
+    """With all digests that belong to them: a champion of 0 loses to anybody."""
+
+    def forge(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row.update(reward=0.0, similarity=0.0)
+
+    version = trained(forge, "champion")
+    assert version.failed() == set(), "only the champion's policy itself can tell"
+    checks = version.checks(again=True)
+    failed = {name for name, check in checks.items() if check.status == "FAILED"}
+    assert failed == {"champion scores again"}
 
 
 def test_samples_of_another_policy_are_found(trained: Callable[..., Version]) -> None:
@@ -149,7 +192,7 @@ def test_samples_of_another_policy_are_found(trained: Callable[..., Version]) ->
         "scores again",
     }
     assert checks["pictures again"].detail.startswith(
-        "1 of 48 differ: by up to 4 of 255 in a pixel, by "
+        "1 of 96 differ: by up to 4 of 255 in a pixel, by "
     )
     assert checks["scores again"].detail.endswith("differ, by up to 0.5")
 
@@ -159,7 +202,7 @@ def test_how_much_pictures_differ_is_not_known_when_they_were_too_large(
 ) -> None:
     monkeypatch.setattr(evidence, "MAX_STORED_PICTURES", 1)
     checks = trained(lighter).checks(again=True)
-    assert "1 of 48 differ; by how much is not known" in checks["pictures again"].detail
+    assert "1 of 96 differ; by how much is not known" in checks["pictures again"].detail
 
 
 def test_a_policy_that_does_not_verify_is_not_loaded(trained: Callable[..., Version]) -> None:
@@ -196,9 +239,8 @@ def test_code_that_a_version_names_runs_only_if_it_is_allowed(
     _, allowed = verify_version(
         version.uri, f"{version.name}/{version.version}", again=True, allowed_code=[allowed_code]
     )
-    assert "pictures again" in {check.name for check in allowed}, (
-        "which the policy, of another family, does not need"
-    )
+    (samples,) = [check for check in allowed if check.name == "samples again"]
+    assert "--allow-code" not in samples.detail
 
 
 def test_code_listing_is_what_the_digest_is_of(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import PROMPTS, build_evaluation_schema
 from ebbflow.evaluation.gate import decide_by_gate
+from ebbflow.evaluation.gate_scores import refuse_unequal_scores
 from ebbflow.recipe import Recipe
 from ebbflow.registry.promotion import promote_version, register_version
 from ebbflow.storage.artifacts import verify_folder, write_new_folder
@@ -83,8 +84,9 @@ def evaluated(
     numbers = [0] * len(drawn) + [1] * repeated + [2] * repeated
     shown = [*drawn, *drawn[:repeated], *drawn[:repeated]]
     scores = np.random.default_rng(len(label)).uniform(0.2, 0.4, len(shown)) + gain
+    # Other pictures on each side: equal ones would have to have equal scores.
     pictures = encode_pngs(
-        np.arange(len(shown), dtype=np.uint8)[:, None, None, None]
+        (np.arange(len(shown), dtype=np.uint8) + 100 * (label == "before"))[:, None, None, None]
         .repeat(8, 1)
         .repeat(8, 2)
         .repeat(3, 3)
@@ -129,7 +131,8 @@ def registered(
     promoted: bool = True,
 ) -> Version:
     (candidate, its), (champion, other) = sides["candidate"], sides["champion"]
-    decision = decide_by_gate(recipe, candidate, champion, read_table(its), read_table(other))
+    scores = read_table(its), read_table(other)
+    decision = refuse_unequal_scores(decide_by_gate(recipe, candidate, champion, *scores), *scores)
     evaluations = {side: evaluation for side, (evaluation, _) in sides.items()}
     inputs = GateInputs(
         recipe,

@@ -21,6 +21,8 @@ from ebbflow.rollouts.parity import ParityError
 from ebbflow.rollouts.vllm_omni import EngineError, VllmOmni
 
 FAMILIES = ["sd3", "qwen_image"]
+"""With classifier-free guidance."""
+ALL_FAMILIES = [*FAMILIES, "flux"]
 SDE = SamplerConfig(name="flow_sde", steps=6)
 START = Plan((0, 1), (0, 1))
 MIDDLE = Plan((2, 3), (2, 3), 0.5)
@@ -40,13 +42,12 @@ def compare(both, conditioning, sampler, plan):
     assert np.abs(images.astype(int) - pictures).max() <= 1
     assert (found.trajectory is None) == (plan is None)
     if plan:
-        mine = vars(found.trajectory)
-        reference = vars(wanted.trajectory)
+        mine = found.trajectory.list_columns()
+        reference = wanted.trajectory.list_columns()
         for name in ("sigmas", "steps"):
             assert torch.equal(mine[name], reference[name])
-        for name in ("latents", "next_latents", "means"):
-            assert mine[name].shape == reference[name].shape
-            assert (mine[name] - reference[name]).abs().max() < WHILE_DENOISING
+        assert mine["states"].shape == reference["states"].shape
+        assert (mine["states"] - reference["states"]).abs().max() < WHILE_DENOISING
         assert (mine["log_probs"] - reference["log_probs"]).abs().max() < ROUNDING
     return found.latents
 
@@ -81,7 +82,7 @@ def test_the_engine_draws_what_the_reference_draws(both, family, guided, sampler
     compare(both, conditioning, sampler, plan)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_a_push_replaces_the_weights_of_the_one_before(both, family, train):
     both = both(family, train)
@@ -99,7 +100,7 @@ def test_a_push_replaces_the_weights_of_the_one_before(both, family, train):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_the_gate_passes_the_same_policy_and_refuses_one_that_was_not_pushed(
     both, family, through_the_gate
 ):
@@ -113,22 +114,20 @@ def test_the_gate_passes_the_same_policy_and_refuses_one_that_was_not_pushed(
             both.conditioning,
             KEYS,
             sampler,
-            ParityConfig(samples=4, bar=ROUNDING),
+            ParityConfig(samples=4),
         )
         assert found["parity/log_prob_max"] < ROUNDING
         assert found["parity/mean_shift"] < 1e-4
     both.change(seed=2)
-    with pytest.raises(
-        ParityError,
-        match=r"differ by up to \d\.\d\de[+-]\d\d \(denoising step \d, prompt \d, sample \d+\)",
-    ):
+    # Which of the two numbers refuses depends on how differently the steps show the other weights.
+    with pytest.raises(ParityError, match=r"training has changed|steps are not those"):
         through_the_gate(
             both.engine,
             both.policy,
             both.conditioning,
             KEYS,
             SDE,
-            ParityConfig(samples=4, bar=1e-5),
+            ParityConfig(samples=4),
         )
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 from torch import nn
 from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
+from vllm_omni.diffusion.models.flux2.flux2_transformer import Flux2Transformer2DModel
 from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
 from vllm_omni.diffusion.models.qwen_image.rope_utils import txt_seq_lens_from_embeds
 from vllm_omni.diffusion.models.sd3.sd3_transformer import SD3Transformer2DModel
@@ -24,13 +26,13 @@ class Network:
     Attributes:
         transformer: builds vLLM-Omni's network.
         vae: diffusers' class.
-        scale: pixels to a latent, of a VAE, as the family's pipeline computes it.
+        scales: pixels to a latent of a VAE, by the name that the family's pipeline has for them.
         renamed: ends of layer names that vLLM-Omni calls differently than diffusers.
     """
 
     transformer: Callable[[OmniDiffusionConfig], nn.Module]
     vae: Any
-    scale: Callable[[Any], int]
+    scales: Callable[[Any], Mapping[str, int]]
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -50,14 +52,37 @@ def _add_text_lengths(
     }
 
 
+def _flux(config: OmniDiffusionConfig) -> nn.Module:
+    arguments = get_transformer_config_kwargs(config.tf_model_config, FluxTransformer2DModel)
+    transformer = FluxTransformer2DModel(od_config=config, **arguments)
+    # vLLM-Omni looks here for the parts of fused layers that adapters name; FLUX.1 alone keeps them
+    # to itself.
+    transformer.stacked_params_mapping = [
+        (f".{fused}", f".{part}", part)
+        for fused, parts in transformer.packed_modules_mapping.items()
+        for part in parts
+    ]
+    return transformer
+
+
+def _flux2(config: OmniDiffusionConfig) -> nn.Module:
+    arguments = get_transformer_config_kwargs(config.tf_model_config, Flux2Transformer2DModel)
+    return Flux2Transformer2DModel(od_config=config, **arguments)
+
+
+def _read_image_scale(vae: Any) -> dict[str, int]:
+    return {"vae_scale_factor": 2 ** (len(vae.config.block_out_channels) - 1)}
+
+
+def _read_qwen_scale(vae: Any) -> dict[str, int]:
+    return {"vae_scale_factor": 2 ** len(vae.temperal_downsample)}
+
+
 SD3 = Network(
-    lambda config: SD3Transformer2DModel(od_config=config),
-    AutoencoderKL,
-    lambda vae: 2 ** (len(vae.config.block_out_channels) - 1),
+    lambda config: SD3Transformer2DModel(od_config=config), AutoencoderKL, _read_image_scale
 )
 QWEN_IMAGE = Network(
-    _qwen_image,
-    AutoencoderKLQwenImage,
-    lambda vae: 2 ** len(vae.temperal_downsample),
-    {"attn.to_out.0": "attn.to_out"},
+    _qwen_image, AutoencoderKLQwenImage, _read_qwen_scale, {"attn.to_out.0": "attn.to_out"}
 )
+FLUX = Network(_flux, AutoencoderKL, _read_image_scale)
+FLUX2 = Network(_flux2, AutoencoderKLFlux2, _read_image_scale)

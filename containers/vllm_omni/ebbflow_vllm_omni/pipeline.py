@@ -8,12 +8,14 @@ when requests happen to arrive.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+import diffusers
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
@@ -61,12 +63,14 @@ class EbbflowPipeline(nn.Module):
         self.weights_sources = [
             DiffusersPipelineLoader.ComponentSource(base, "transformer", None, PREFIX)
         ]
-        self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
+        FolderScheduler = _find_scheduler_class(Path(base, "model_index.json"))
+        self.scheduler = FolderScheduler.from_pretrained(
             base, subfolder="scheduler", local_files_only=True
         )
         options = {"local_files_only": True, "use_safetensors": True, "torch_dtype": torch.float32}
         self.vae = self.network.vae.from_pretrained(base, subfolder="vae", **options)
-        self.vae_scale_factor = self.network.scale(self.vae)
+        for name, scale in self.network.scales(self.vae).items():
+            setattr(self, name, scale)
         self.transformer = self.network.transformer(od_config)
         self.transformer.config = (
             od_config.tf_model_config
@@ -126,3 +130,18 @@ class EbbflowPipeline(nn.Module):
             if layer.endswith(theirs):
                 return layer.removesuffix(theirs) + ours
         return layer
+
+
+def _find_scheduler_class(index: Path) -> Any:
+    """Return the class of the scheduler that a folder's index names, as families differ in it.
+
+    Raises:
+        ValueError: it is none of diffusers' schedulers. Other classes could read pickles.
+    """
+    name = json.loads(index.read_text())["scheduler"][1]
+    scheduler_class = getattr(diffusers, name, None)
+    if not (
+        isinstance(scheduler_class, type) and issubclass(scheduler_class, diffusers.SchedulerMixin)
+    ):
+        raise ValueError(f"{index} names the scheduler {name!r}, which diffusers does not have")
+    return scheduler_class

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from ebbflow.rollouts.wire import Header, Task, Tensors, serve_calls
 from ebbflow_vllm_omni.pipeline import EbbflowPipeline
 from ebbflow_vllm_omni.worker import POLICY, Weights
 
+PACKAGES = ("vllm-omni", "diffusers", "transformers")
+"""Of this environment, whose versions certificates name."""
+
 
 class Engine:
     """vLLM-Omni in this process, and what it can be called for."""
@@ -30,7 +34,7 @@ class Engine:
 
     def open(self, header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
         """Load the base model: ``base`` its folder, ``model`` the recipe's, ``threads`` of torch,
-        and ``deterministic``.
+        and ``deterministic``. The answer names the versions of this environment.
         """
         torch.set_num_threads(header["threads"])
         if header["deterministic"]:
@@ -57,16 +61,13 @@ class Engine:
                 else {}
             ),
         )
-        return {}, {}
+        return {"versions": {package: version(package) for package in PACKAGES}}, {}
 
     def load_lora(self, header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
         """Take over the LoRA factors of a file."""
         self.lora = True
-        return {
-            "sha256": self._call_worker(
-                "take_lora", header["file"], header["rank"], header["alpha"]
-            )
-        }, {}
+        answer = self._call_worker("take_lora", header["file"], header["rank"], header["alpha"])
+        return answer, {}
 
     def load_weights(self, header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
         """Take over full weights from a file, the last of a push or not."""

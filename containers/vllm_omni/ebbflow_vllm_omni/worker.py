@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
-from ebbflow.rollouts.weights import compute_checksum
+from ebbflow.rollouts.weights import compute_checksum, measure_adapters
 from ebbflow_vllm_omni.pipeline import PREFIX, EbbflowPipeline, Lora
 
 POLICY = LoRARequest("policy", 1, "/in/memory")
@@ -33,15 +34,20 @@ class Weights(CustomPipelineWorkerExtension):
     _elements: int = 0
     _loaded: set[str] = set()
 
-    def take_lora(self, file: str, rank: int, alpha: int) -> str:
-        """Generate with this adapter from now on, instead of the one before."""
+    def take_lora(self, file: str, rank: int, alpha: int) -> dict[str, Any]:
+        """Generate with this adapter from now on, instead of the one before; the answer also says
+        how many layers have it, and the norm of their products.
+        """
         tensors = load_file(file)
         self._pipeline.lora = Lora(tensors, rank, alpha)
         self.remove_lora(POLICY.lora_int_id)  # an id that is there already would be left as it is
         self.add_lora(POLICY)
         self.lora_manager.set_active_adapter(POLICY)
         self._pipeline.lora = None  # the engine has its own copy
-        return compute_checksum(tensors)
+        layers = self.lora_manager._lora_modules.values()
+        pairs = [pair for layer in layers for pair in _list_adapters(layer)]
+        size = measure_adapters(pairs)  # their scale is in the second factors
+        return {"sha256": compute_checksum(tensors), "layers": size.layers, "norm": size.norm}
 
     def take_weights(self, file: str, last: bool) -> str:
         """Overwrite some parameters; with the last of them, check that none was left out.
@@ -76,3 +82,22 @@ class Weights(CustomPipelineWorkerExtension):
     @property
     def _pipeline(self) -> EbbflowPipeline:
         return self.model_runner.pipeline
+
+
+def _list_adapters(layer: Any) -> list[tuple[Tensor, Tensor]]:
+    """List the factors of the adapters of a layer; one of fused projections has several."""
+    adapters: list[tuple[Tensor, Tensor]] = []
+    for first, second, is_active in zip(
+        layer.lora_a_stacked,
+        layer.lora_b_stacked,
+        layer._diffusion_lora_active_slices,
+        strict=True,
+    ):
+        if not is_active:
+            continue
+        pair = (first[0, 0], second[0, 0])
+        # The two halves of a gated projection share the first factor of its one adapter.
+        if adapters and torch.equal(adapters[-1][0], pair[0]):
+            pair = (pair[0], torch.cat([adapters.pop()[1], pair[1]]))
+        adapters.append(pair)
+    return adapters

@@ -20,9 +20,9 @@ paper's table 3. Deviations from the port:
   prompt's group is centred by itself, as in the paper. (Its mean of r takes no gradient. Here it
   may: the misses of a group add up to 0, so nothing changes.)
 - It counts optimiser steps in the two schedules and lets the copies follow once a rollout step, of
-  two optimiser steps. Here both count rollout steps; with two optimiser steps in each, its
-  schedules are ``old: {min_decay: .25, slope: .01, max_decay: .999}`` and ``sampling: {warmup: 37,
-  slope: .015, max_decay: .999}``.
+  two optimiser steps. Here both count rollout steps, so the defaults have twice its slopes and half
+  its warm-up, 37 for 37.5. With ``updates_per_step: 1`` set its own numbers: ``old: {min_decay:
+  .25, slope: .005, max_decay: .999}``, ``sampling: {warmup: 75, slope: .0075, max_decay: .999}``.
 - It trains on groups without a spread, towards equal r; here they are dropped, as for every
   algorithm.
 - In an offline stage both copies stay as they are, and become copies of the policy at its end.
@@ -59,10 +59,7 @@ if TYPE_CHECKING:
 
 
 CRD = "X-GenGroup/Flow-Factory examples/crd/lora/sd3_5/default.yaml"
-STEPS = (
-    "there by optimiser steps, of which a rollout step has 2: half the warmup and twice the slope"
-    " here"
-)
+STEPS = "there {} an optimiser step; here by rollout steps, of 2 optimiser steps each"
 
 
 class CRDConfig(ForwardConfig):
@@ -88,11 +85,16 @@ class CRDConfig(ForwardConfig):
         ),
         "algorithm.old.warmup": PublishedSetting(0, CRD, "old_model_decay"),
         "algorithm.old.min_decay": PublishedSetting(0.25, CRD),
-        "algorithm.old.slope": PublishedSetting(0.005, CRD, STEPS),
+        "algorithm.old.slope": PublishedSetting(0.01, CRD, STEPS.format("0.005")),
         "algorithm.old.max_decay": PublishedSetting(0.999, CRD),
-        "algorithm.sampling.warmup": PublishedSetting(75, CRD, STEPS),
+        "algorithm.sampling.warmup": PublishedSetting(
+            37.5,
+            CRD,
+            "there 75 optimiser steps; here rollout steps, of 2 optimiser steps each",
+            "a schedule begins with a whole rollout step",
+        ),
         "algorithm.sampling.min_decay": PublishedSetting(0.0, CRD),
-        "algorithm.sampling.slope": PublishedSetting(0.0075, CRD, STEPS),
+        "algorithm.sampling.slope": PublishedSetting(0.015, CRD, STEPS.format("0.0075")),
         "algorithm.sampling.max_decay": PublishedSetting(0.999, CRD),
         "sampler.name": PublishedSetting("ode", CRD),
         "sampler.steps": PublishedSetting(10, CRD),
@@ -119,9 +121,9 @@ class CRDConfig(ForwardConfig):
     """
     beta: float = Field(1.0, gt=0)
     """Scale of the implied reward."""
-    old: EmaScheduleConfig = EmaScheduleConfig(min_decay=0.25, slope=0.005, max_decay=0.999)
+    old: EmaScheduleConfig = EmaScheduleConfig(min_decay=0.25, slope=0.01, max_decay=0.999)
     """The moving reference in an online stage. In an offline stage the reference does not move."""
-    sampling: EmaScheduleConfig = EmaScheduleConfig(warmup=75, slope=0.0075, max_decay=0.999)
+    sampling: EmaScheduleConfig = EmaScheduleConfig(warmup=37, slope=0.015, max_decay=0.999)
     """The copy that generates rollouts in an online stage. In an offline stage it does not move."""
 
 

@@ -33,6 +33,7 @@ class FlowDPPOConfig(TrajectoryConfig):
     """
 
     paper: ClassVar = "2606.11025"
+    compares_means: ClassVar = True
     stage_defaults: ClassVar = {
         "sampler": {"name": "flow_sde", "steps": 10},
         "window": {"kind": "random", "size": 3, "limit": 0.3},

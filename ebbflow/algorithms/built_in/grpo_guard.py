@@ -39,6 +39,7 @@ class GRPOGuardConfig(TrajectoryConfig):
     """
 
     paper: ClassVar = "2510.22319"
+    compares_means: ClassVar = True
     needs_density: ClassVar = True
     stage_defaults: ClassVar = {
         "sampler": {"name": "flow_sde", "steps": 10},

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms.base import Algorithm, GradientRows, RowMetrics
+from ebbflow.algorithms.base import Algorithm, GradientRows, RowMetrics, compute_missing_reward
 from ebbflow.recipe.algorithms import GROUP_SIZE, GradientConfig, PublishedSetting
 
 if TYPE_CHECKING:
@@ -80,19 +80,11 @@ class ReFLConfig(GradientConfig):
 
 def compute_loss(rows: GradientRows, config: ReFLConfig) -> tuple[Tensor, RowMetrics]:
     """Compute the loss and the metrics of each row, [M]."""
-    # Not at the top of the file: reading a recipe imports it, and must not load torch.
-    import torch
-
     # r(D(x - sigma v)): the step jumps to the end, however noisy x is.
     reward = rows.reward(rows.predicted_clean)
 
     # max(0, t - r): a sample whose reward is above the target has no gradient.
-    if config.target is None:
-        missing = -reward
-        active = torch.ones_like(reward)
-    else:
-        missing = (config.target - reward).clamp_min(0)
-        active = (reward < config.target).float()
+    missing, active = compute_missing_reward(reward, config.target)
     return config.weight * missing, {"refl/reward": reward, "refl/active": active}
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms.base import Algorithm, DirectAlignRows, RowMetrics
+from ebbflow.algorithms.base import Algorithm, DirectAlignRows, RowMetrics, compute_missing_reward
 from ebbflow.recipe.algorithms import GROUP_SIZE, DirectAlignConfig, PublishedSetting
 
 if TYPE_CHECKING:
@@ -135,12 +135,7 @@ def compute_loss(rows: DirectAlignRows, config: SRPOConfig) -> tuple[Tensor, Row
     relative = (1 + discount) * raised - lowered
 
     # max(0, t - S): differences above the target have no gradient.
-    if config.target is None:
-        missing = -relative
-        active = torch.ones_like(relative)
-    else:
-        missing = (config.target - relative).clamp_min(0)
-        active = (relative < config.target).float()
+    missing, active = compute_missing_reward(relative, config.target)
     return missing, {
         "srpo/reward": positive,
         "srpo/margin": positive - negative,

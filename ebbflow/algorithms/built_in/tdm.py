@@ -10,8 +10,12 @@ Deviations: the fake score learns from the fresh noise (``ebbflow.flow.renoising
 code regresses it to x0_hat, which is not independent of the noise that a deterministic step leaves
 in x', and corrects that by importance weights. Rows weigh (1 - sigma')^2 here, since that noise
 makes the target of the first steps noisier; the published weight, min(SNR, 5) of the error of x0,
-is (1 - t)^2 of the velocity's where SNR = ((1 - t) / t)^2 is below 5. The loss is squared, as in
-the published code without ``--use_huber``. No number of steps as an input (TDM-unify).
+is (1 - t)^2 of the velocity's where SNR = ((1 - t) / t)^2 is below 5. The loss is squared, where
+the published command has ``--use_huber`` of width 1e-3: for errors far above it, the gradient is
+the sign of the square's. No number of steps as an input (TDM-unify).
+
+Settings are those of the published command (README.md), for PixArt-alpha; its script has other
+defaults.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from ebbflow.algorithms.distribution_matching import build_matching_algorithm
 from ebbflow.recipe.algorithms import GROUP_SIZE, TEACHER_GUIDANCE, MatchingConfig, PublishedSetting
 
 SCRIPT = "Luo-Yihong/TDM train_tdm_demo.py"
+COMMAND = "Luo-Yihong/TDM README.md"
 
 
 class TDMConfig(MatchingConfig):
@@ -34,20 +39,20 @@ class TDMConfig(MatchingConfig):
     paper: ClassVar = "2503.06674"
     stage_defaults: ClassVar = {
         "sampler": {"name": "ode", "steps": 4},
-        "optimizer": {"lr": 2e-5, "weight_decay": 0.01, "betas": [0.0, 0.95]},
+        "optimizer": {"lr": 4e-6, "weight_decay": 0.01, "betas": [0.0, 0.95]},
         "updates_per_step": 1,
     }
     along_trajectory: ClassVar = True
     published: ClassVar = {
         "algorithm.guidance": PublishedSetting(
-            2.0, SCRIPT, "cfg, of PixArt-alpha", TEACHER_GUIDANCE
+            4.5, COMMAND, "--cfg, of PixArt-alpha", TEACHER_GUIDANCE
         ),
         "algorithm.fake_updates": PublishedSetting(1, SCRIPT),
         "algorithm.fake_lr_factor": PublishedSetting(
             5.0, SCRIPT, "learning_rate / 5 for the student"
         ),
         "algorithm.sigma.kind": PublishedSetting(
-            "uniform", SCRIPT, "of the times of the step, with use_separate"
+            "uniform", COMMAND, "of the times of the step: --use_separate"
         ),
         "algorithm.sigma.min": PublishedSetting(0.02, SCRIPT, "20 of 1000 times"),
         "algorithm.sigma.max": PublishedSetting(
@@ -56,14 +61,48 @@ class TDMConfig(MatchingConfig):
             deviation="a bound for the first step is enough",
             ours="0.98",
         ),
+        "start of the student": PublishedSetting(
+            900,
+            COMMAND,
+            "--total_steps, of 1000 times",
+            "it starts where the model's schedule does, at pure noise",
+            "sigma 1",
+        ),
         "sampler.name": PublishedSetting("ode", SCRIPT, "generate_new"),
         "sampler.steps": PublishedSetting(4, SCRIPT),
         "reference.weight": PublishedSetting(0.0, SCRIPT),
-        "optimizer.lr": PublishedSetting(2e-5, SCRIPT, "of all parameters"),
+        "loss of the student": PublishedSetting(
+            True,
+            COMMAND,
+            "--use_huber, of width 1e-3",
+            "the gradient of the square is that of the KL, and Huber's is its sign",
+            "the square",
+        ),
+        "optimizer.lr": PublishedSetting(
+            4e-6, COMMAND, "--learning_rate 2e-05 is the fake score's; a fifth is the student's"
+        ),
+        "optimizer.name": PublishedSetting(
+            "adamw_8bit",
+            COMMAND,
+            "--use_8bit_adam",
+            "it needs a GPU and bitsandbytes, and saves memory alone",
+        ),
+        "optimizer.schedule.kind": PublishedSetting(
+            "cosine_with_restarts",
+            COMMAND,
+            "of the student alone; one cycle over --max_train_steps 10001",
+            "the end of a stage is not that of its training",
+        ),
+        "optimizer.schedule.warmup": PublishedSetting(
+            50,
+            COMMAND,
+            "--lr_warmup_steps, of the student alone",
+            "that of the stage's schedule, which would delay the fake score, too",
+        ),
         "optimizer.weight_decay": PublishedSetting(0.01, SCRIPT),
         "optimizer.betas": PublishedSetting([0.0, 0.95], SCRIPT),
-        "optimizer.max_grad_norm": PublishedSetting(1.0, SCRIPT),
-        "updates_per_step": PublishedSetting(1, SCRIPT),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, COMMAND, "of the student alone"),
+        "updates_per_step": PublishedSetting(1, COMMAND),
         "group_size": PublishedSetting(1, SCRIPT, deviation=GROUP_SIZE),
         "target of the fake score": PublishedSetting(
             "x0_hat, with importance weights",

@@ -16,7 +16,11 @@ from ebbflow.models.published import CLIP_L, IMAGE_VAE, T5_XXL, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="FluxModel", guided=False)
+FAMILY = Family(
+    adapter="FluxModel",
+    guided=False,
+    vllm_omni="ebbflow_vllm_omni.networks:FLUX",
+)
 FLUX_DEV = {
     "transformer": Part("diffusers", "FluxTransformer2DModel", {"guidance_embeds": True}),
     "text_encoder": Part("transformers", "CLIPTextModel", CLIP_L),
@@ -92,9 +96,13 @@ class FluxModel(PackedPipelineModel):
 
 
 def token_positions(latents: Tensor, index: int = 0) -> Tensor:
-    """(index of the image, row, column) of every token of latents [N, C, H, W], [H/2 W/2, 3]."""
+    """(index of the image, row, column) of every token of latents [N, C, H, W], float32 [H/2 W/2,
+    3].
+    """
     # Numbers for the rotary embedding. Text is at (0, 0, 0), the image that is generated has index
-    # 0, and images to edit have others.
+    # 0, and images to edit have others. Not in the precision of the latents: bfloat16 has no odd
+    # number above 256.
     height, width = (side // 2 for side in latents.shape[-2:])
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return torch.stack([torch.full_like(row, index), row, column], -1).reshape(-1, 3).to(latents)
+    places = torch.stack([torch.full_like(row, index), row, column], -1).reshape(-1, 3)
+    return places.to(latents.device, torch.float32)

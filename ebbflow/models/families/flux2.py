@@ -26,7 +26,11 @@ from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="Flux2Model", guided=False)
+FAMILY = Family(
+    adapter="Flux2Model",
+    guided=False,
+    vllm_omni="ebbflow_vllm_omni.networks:FLUX2",
+)
 FLUX2_VAE = Part("diffusers", "AutoencoderKLFlux2", {})
 FLUX2_DEV = {
     "transformer": Part("diffusers", "Flux2Transformer2DModel", {}),
@@ -70,6 +74,9 @@ class Flux2Backbone(PackedPipelineModel):
     ]
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (1024, 1024)
+    # The network begins by rounding its time, in thousandths, to the precision of the latents:
+    # bfloat16 has steps of 4 there. Under autocast they are float32.
+    runs_without_autocast: ClassVar[bool] = False
 
     def _schedule_arguments(self, tokens: int, steps: int) -> dict[str, float]:
         # A fit to tokens and steps, instead of the line of dynamic_shift_arguments.
@@ -105,7 +112,7 @@ class Flux2Backbone(PackedPipelineModel):
             timestep=sigma,
             guidance=guidance,
             encoder_hidden_states=conditioning["embeds"],
-            txt_ids=text_positions.to(tokens)[None],
+            txt_ids=text_positions.to(places)[None],
             img_ids=places[None],
             return_dict=False,
         )[0]
@@ -138,13 +145,16 @@ class Flux2Model(Flux2Backbone):
     """Adapter of ``Flux2Pipeline`` without images to edit."""
 
     pipeline_class = Flux2Pipeline
+    shares_tokens = True
     published: ClassVar[Published] = {"black-forest-labs/FLUX.2-dev": FLUX2_DEV}
     guided = FAMILY.guided
 
     @classmethod
-    def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
-        """As ``ebbflow.models.base.Model.load``."""
-        model = super().load(folder, config, device)
+    def load(
+        cls, folder: Path, config: ModelConfig, device: torch.device, weights_later: bool = False
+    ) -> Self:
+        """As ``ebbflow.models.pipeline.PipelineModel.load``."""
+        model = super().load(folder, config, device, weights_later)
         with report_unreadable_parts(folder, config.family):
             model.pipeline.register_modules(tokenizer=TextProcessor.from_folder(folder))
         return model
@@ -167,7 +177,9 @@ class Flux2Model(Flux2Backbone):
 
 
 def token_positions(latents: Tensor, image: int = 0) -> Tensor:
-    """(image, row, column, 0) of every token of latents [N, C, H, W], [H/2 W/2, 4]."""
-    # Text counts in the fourth axis and images in the first three.
+    """(image, row, column, 0) of every token of latents [N, C, H, W], float32 [H/2 W/2, 4]."""
+    # Text counts in the fourth axis and images in the first three. Not in the precision of the
+    # latents: bfloat16 has no odd number above 256, and text has 512 places.
     height, width = (torch.arange(side // 2) for side in latents.shape[-2:])
-    return torch.cartesian_prod(torch.tensor([image]), height, width, torch.arange(1)).to(latents)
+    places = torch.cartesian_prod(torch.tensor([image]), height, width, torch.arange(1))
+    return places.to(latents.device, torch.float32)

@@ -27,6 +27,8 @@ class Flux2EditModel(EditsImages, Flux2Model):
     """
 
     text_parts = ("text_encoder", "vae")
+    # The image to edit has any number of tokens, which may not divide.
+    shares_tokens = False
 
     def count_tokens(self) -> Tokens:
         # At most: a smaller image stays as it is.

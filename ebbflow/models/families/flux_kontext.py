@@ -10,7 +10,7 @@ from diffusers.pipelines.flux import pipeline_flux_kontext
 from PIL import Image
 from torch import Tensor
 
-from ebbflow.models.base import Conditioning, Tokens
+from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.editing import EditsImages
 from ebbflow.models.families.flux import FLUX_DEV, FluxModel, token_positions
 from ebbflow.models.pipeline import pack_latents
@@ -46,7 +46,15 @@ class FluxKontextModel(EditsImages, FluxModel):
         """The size of a megapixel, among those that the model was trained on, whose proportions are
         nearest.
         """
-        ratio = picture.width / picture.height
+        # Of the edges cut to multiples, as the pipeline measures them: near the middle between two
+        # sizes, those of the picture itself would choose another one.
+        rows, columns = self.pipeline.image_processor.get_default_height_width(picture)
+        if not rows * columns:
+            raise ModelError(
+                f"an image to edit has {picture.width} x {picture.height} pixels, and the pipeline"
+                " takes none with an edge below 16; take another image"
+            )
+        ratio = columns / rows
         multiple = 2 * self.pipeline.vae_scale_factor
         sizes = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
         _, width, height = min(

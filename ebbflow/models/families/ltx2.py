@@ -18,7 +18,12 @@ from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="LTX2Model")
+FAMILY = Family(
+    adapter="LTX2Model",
+    caveat="pictures are trained, rewarded and evaluated without their sound, and LTX2Pipeline"
+    " generates both together: its network predicts other pictures than those that were scored;"
+    " look at some of them (docs/models.md, LTX-2 without its sound)",
+)
 GEMMA3_12B = {
     "text_config": {
         "vocab_size": 262208,

@@ -89,7 +89,9 @@ class Lumina2Model(PipelineModel):
         )[0]
         return -velocity
 
-    def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
+    def _apply_guidance(
+        self, prediction: Tensor, negative: Tensor, guidance: float | Tensor
+    ) -> Tensor:
         # As the pipeline: the norm over the last dimension, one for each row of each channel.
         return match_norm(super()._apply_guidance(prediction, negative, guidance), prediction)
 

@@ -115,7 +115,9 @@ class QwenImageModel(PackedPipelineModel):
         )[0]
         return velocity
 
-    def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
+    def _apply_guidance(
+        self, prediction: Tensor, negative: Tensor, guidance: float | Tensor
+    ) -> Tensor:
         # As the pipeline: the norm of each token.
         return match_norm(super()._apply_guidance(prediction, negative, guidance), prediction)
 

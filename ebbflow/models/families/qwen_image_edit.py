@@ -81,12 +81,19 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
         width, height = self._scaled_size(picture)
         scaled = self.pipeline.image_processor.resize(picture, height, width)
         embeds, mask = self.pipeline.encode_prompt(text, image=scaled, device=self.device)
-        return Conditioning(mask_or_none(embeds, mask) | {"image": self._encode_picture(scaled)})
+        latents = self._encode_picture(scaled, width, height)
+        return Conditioning(mask_or_none(embeds, mask) | {"image": latents})
 
-    def _encode_picture(self, picture: Image.Image) -> Tensor:
-        """What the network sees of an image, [1, C, H, W]."""
+    def _encode_picture(self, picture: Image.Image, width: int, height: int) -> Tensor:
+        """Encode what the network sees of an image, scaled to ``width`` and ``height``.
+
+        The size comes from the original's proportions, as in the pipeline. A picture that was
+        scaled to multiples of 32 has slightly other ones, which can lead to another size.
+
+        Returns:
+            Latents, [1, C, H, W].
+        """
         # [1, 3, 1, H, W] for the VAE, which is one of videos.
-        width, height = self._scaled_size(picture)
         pixels = self.pipeline.image_processor.preprocess(picture, height, width).to(self.device)
         return self._scale_latents(self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode())
 

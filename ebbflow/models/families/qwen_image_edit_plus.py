@@ -40,7 +40,8 @@ class QwenImageEditPlusModel(QwenImageEditModel):
         width, height = _size_with_area(pipelines.CONDITION_IMAGE_SIZE, picture)
         small = self.pipeline.image_processor.resize(picture, height, width)
         embeds, mask = self.pipeline.encode_prompt(text, image=[small], device=self.device)
-        return Conditioning(mask_or_none(embeds, mask) | {"image": self._encode_picture(picture)})
+        latents = self._encode_picture(picture, *self._scaled_size(picture))
+        return Conditioning(mask_or_none(embeds, mask) | {"image": latents})
 
 
 def _size_with_area(pixels: int, picture: Image.Image) -> tuple[int, int]:

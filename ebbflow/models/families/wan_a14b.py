@@ -30,8 +30,7 @@ class WanA14BModel(WanModel):
     """Adapter of ``WanPipeline`` with two transformers; ``model.expert`` names the one that is
     trained, or both.
 
-    One that is not trained denoises its part of every trajectory as it was published. Both are
-    guided alike.
+    One that is not trained denoises its part of every trajectory as it was published.
     """
 
     pipeline_class = WanPipeline
@@ -62,6 +61,15 @@ class WanA14BModel(WanModel):
                 f"{config.path} holds one transformer, and {config.family} has two; family wan"
                 " takes text to video with one"
             )
+
+    def _guidance_of_rows(self, sigma: Tensor, conditioning: Conditioning) -> float | Tensor:
+        # A teacher or a reference with a guidance of its own has one scale for both networks.
+        second = self.config.guidance_2
+        if second is None or conditioning.guidance != self.config.guidance:
+            return conditioning.guidance
+        is_high = sigma >= self.pipeline.config.boundary_ratio
+        scales = torch.where(is_high, conditioning.guidance, second)
+        return scales.to(sigma.dtype).view(-1, 1, 1, 1, 1)
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """The prediction of the network whose band each sigma is in.

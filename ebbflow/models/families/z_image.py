@@ -39,7 +39,10 @@ class ZImageModel(PipelineModel):
 
     pipeline_class = ZImagePipeline
     published = PUBLISHED
-    lora_targets = [f"attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")]
+    lora_targets = [
+        *(f"attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
+    ]
     text_parts = ("text_encoder",)
     default_size = (1024, 1024)
 

@@ -36,6 +36,10 @@ class AestheticConfig(PretrainedRewardConfig):
     a folder or repository with it.
     """
 
+    @property
+    def ignores_prompt(self) -> bool:
+        return True
+
     def build(self) -> Reward:
         return Aesthetic(self)
 

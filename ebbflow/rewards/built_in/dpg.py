@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from ebbflow.rewards.chat import (
     ChatServerConfig,
@@ -36,6 +36,7 @@ class DpgConfig(ChatServerConfig):
     (2403.05135), 0 to 1.
     """
 
+    known_lowest: ClassVar[float | None] = 0.0
     name: Literal["dpg"] = "dpg"
 
     def explain_unscorable(self, prompt: Prompt) -> str | None:

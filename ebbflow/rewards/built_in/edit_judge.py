@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about_images, parse_answer
 from ebbflow.rewards.http import NoAnswer
@@ -40,6 +40,7 @@ class EditJudgeConfig(ChatServerConfig):
     by a model behind a server.
     """
 
+    known_lowest: ClassVar[float | None] = 0.0
     name: Literal["edit_judge"] = "edit_judge"
     template: Literal["viescore", "editscore", "unified_reward_edit"] = "viescore"
     """Published question and form of the answer. ``viescore``: those of GEdit-Bench, for any model.

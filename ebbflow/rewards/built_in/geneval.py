@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
@@ -43,9 +43,12 @@ COUNTING_THRESHOLD = 0.9
 """Confidence above which an object counts; the second for prompts with the tag ``counting``."""
 MAX_DETECTIONS = 100
 """The most confident objects of an image that are looked at."""
-INPUT_SIZE = {"shortest_edge": 800, "longest_edge": 1333}
-"""Pixels that the detector sees, as MMDetection tests it; the repository of the weights has a
-smaller size.
+SHORT_EDGE = 800
+LONG_EDGE = 1333
+DIVISOR = 32
+"""Pixels that the detector sees, as MMDetection tests it: the largest size of the image's shape
+within these edges, and then bars up to multiples of 32. The repository of the weights has smaller
+edges.
 """
 TEMPLATES = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
 GREY = 0x99
@@ -60,6 +63,7 @@ class GenEvalConfig(PretrainedRewardConfig):
 
     # Mask2Former (Swin-S) and CLIP-L, as transformers builds them.
     num_parameters: ClassVar[int] = 496_357_596
+    known_lowest: ClassVar[float | None] = 0.0
     name: Literal["geneval"] = "geneval"
     path: str | None = "facebook/mask2former-swin-small-coco-instance"
     clip: PretrainedSourceConfig
@@ -162,12 +166,9 @@ def _examine_images(
     numbers that are not finite.
     """
     import torch
-    from transformers import Mask2FormerImageProcessorPil
 
-    processor = Mask2FormerImageProcessorPil(size=INPUT_SIZE)
-    pixels = processor(
-        list(images), input_data_format="channels_last", return_tensors="pt"
-    ).pixel_values
+    input_size = find_input_size(*images.shape[1:3])
+    pixels = prepare_images(images, input_size)
     judgements: list[Judgement | None] = []
     with torch.no_grad():
         output = detector(pixel_values=pixels.to(detector.device))
@@ -181,14 +182,55 @@ def _examine_images(
             # The published code asks for .9 of prompts that count, where a weak second detection of
             # the same object would spoil the number, and for .3 of all others.
             threshold = COUNTING_THRESHOLD if rule.tag == "counting" else THRESHOLD
-            objects = group_by_class(extract_detections(classes, masks, image.shape[:2]), threshold)
+            detections = extract_detections(classes, masks, image.shape[:2], input_size)
+            objects = group_by_class(detections, threshold)
             # Three scores ask for the same colours; each is a pass of CLIP.
             color_of = cache(partial(colors.name_color, image))
             judgements.append(judge_objects(objects, rule, color_of))
     return judgements
 
 
-def extract_detections(classes: Tensor, masks: Tensor, size: tuple[int, int]) -> list[Detection]:
+class InputSize(NamedTuple):
+    """Height and width of an image as the detector sees it, without and with its bars."""
+
+    resized: tuple[int, int]
+    padded: tuple[int, int]
+
+
+def find_input_size(height: int, width: int) -> InputSize:
+    """Return the size of an image for the detector (``Resize`` with ``keep_ratio``, and ``Pad``, of
+    MMDetection).
+    """
+    scale = min(LONG_EDGE / max(height, width), SHORT_EDGE / min(height, width))
+    resized = (int(height * scale + 0.5), int(width * scale + 0.5))
+    return InputSize(resized, (_round_up(resized[0]), _round_up(resized[1])))
+
+
+def _round_up(edge: int) -> int:
+    return -(-edge // DIVISOR) * DIVISOR
+
+
+def prepare_images(images: np.ndarray, input_size: InputSize) -> Tensor:
+    """Return standardised images, float32 [n, 3, *padded], with bars of 0 on the right and at the
+    bottom.
+    """
+    from torch.nn.functional import pad
+    from transformers import Mask2FormerImageProcessorPil
+
+    # The processor itself would stretch each edge to the next multiple of 32.
+    height, width = input_size.resized
+    processor = Mask2FormerImageProcessorPil(
+        size={"height": height, "width": width}, size_divisor=0
+    )
+    pixels = processor(
+        list(images), input_data_format="channels_last", return_tensors="pt"
+    ).pixel_values
+    return pad(pixels, (0, input_size.padded[1] - width, 0, input_size.padded[0] - height))
+
+
+def extract_detections(
+    classes: Tensor, masks: Tensor, size: tuple[int, int], input_size: InputSize
+) -> list[Detection]:
     """Return the objects in an image of ``size`` with a confidence above ``THRESHOLD``, as
     MMDetection takes them from a Mask2Former.
 
@@ -197,7 +239,8 @@ def extract_detections(classes: Tensor, masks: Tensor, size: tuple[int, int]) ->
 
     Args:
         classes: logits [queries, classes + 1], the last one of no object.
-        masks: logits [queries, h, w].
+        masks: logits [queries, h, w] of the padded input.
+        input_size: of the image as the detector has seen it.
     """
     from torch.nn.functional import interpolate
 
@@ -209,7 +252,10 @@ def extract_detections(classes: Tensor, masks: Tensor, size: tuple[int, int]) ->
     # mask is not resized.
     for flat_index in indices[top > THRESHOLD].tolist():
         query, label = divmod(flat_index, probabilities.shape[1])
-        logits = interpolate(masks[None, None, query], size, mode="bilinear")[0, 0]
+        logits = interpolate(masks[None, None, query], input_size.padded, mode="bilinear")
+        # Without the bars.
+        logits = logits[..., : input_size.resized[0], : input_size.resized[1]]
+        logits = interpolate(logits, size, mode="bilinear")[0, 0]
         mask = logits > 0
         quality = (logits.sigmoid() * mask).sum() / (mask.sum() + 1e-6)
         confidence = float(probabilities[query, label] * quality)

@@ -80,7 +80,7 @@ class Hps(NetworkReward):
 
         from ebbflow.models.base import default_device
         from ebbflow.rewards.clip import Clip
-        from ebbflow.rewards.pixels import resize_as_floats, resize_with_gradient
+        from ebbflow.rewards.pixels import letterbox_as_floats, letterbox_with_gradient
         from ebbflow.rewards.weights import build_network, check_vocabulary, read_weights
 
         checkpoint, processor = (files.fetch_folder() for files in self.list_files())
@@ -89,10 +89,11 @@ class Hps(NetworkReward):
         check_vocabulary(tokenizer, config.text_config.vocab_size, processor)
         weights = convert_open_clip_weights(read_weights(checkpoint / CHECKPOINT))
         model = build_network(CLIPModel, config, weights, checkpoint / CHECKPOINT)
-        # Resized as numbers, as open_clip does; the processor of transformers rounds to bytes.
+        # As numbers, as HPSv2 does; the processor of transformers rounds to bytes. Letterboxed: a
+        # crop of a frame of 704 x 1280 pixels would hide 45 % of it.
         size = config.vision_config.image_size
-        pixels = partial(resize_as_floats, size=size, device=default_device())
-        differentiable = partial(resize_with_gradient, size=size)
+        pixels = partial(letterbox_as_floats, size=size, device=default_device())
+        differentiable = partial(letterbox_with_gradient, size=size)
         return partial(_compute_cosines, Clip(model, tokenizer, pixels, differentiable))
 
 

@@ -30,6 +30,10 @@ class JpegCompressibilityConfig(RewardConfig):
 
     name: Literal["jpeg_compressibility"] = "jpeg_compressibility"
 
+    @property
+    def ignores_prompt(self) -> bool:
+        return True
+
     def build(self) -> Reward:
         return JpegCompressibility()
 
@@ -39,6 +43,10 @@ class JpegIncompressibilityConfig(RewardConfig):
     0."""
 
     name: Literal["jpeg_incompressibility"] = "jpeg_incompressibility"
+
+    @property
+    def ignores_prompt(self) -> bool:
+        return True
 
     def build(self) -> Reward:
         return JpegIncompressibility()

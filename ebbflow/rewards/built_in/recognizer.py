@@ -85,7 +85,7 @@ def _score_letters(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, T
 
     from ebbflow.models.glyph_training.recognizer import letter_indices, open_recognizer
 
-    texts = [_fold_target(prompt.target or "") for prompt in prompts]
+    texts = [fold_target(prompt.target or "") for prompt in prompts]
     # There is a network for each number of letters: how many letters a picture has is given.
     rows_by_length: dict[int, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
@@ -113,7 +113,7 @@ def _explain_unreadable_size(target: str | None, height: int, width: int) -> str
 
     if target is None:
         return NO_TARGET
-    text = _fold_target(target)
+    text = fold_target(target)
     if not text or set(text) - set(ALPHABET):
         return f"the recogniser reads letters A-Z, and the target is {target!r}; take ocr"
     if height > MAX_HEIGHT or width > MAX_WIDTH:
@@ -128,5 +128,6 @@ def _explain_unreadable_size(target: str | None, height: int, width: int) -> str
     return None
 
 
-def _fold_target(target: str) -> str:
+def fold_target(target: str) -> str:
+    """Return a target as the network reads it: capitals without blanks."""
     return "".join(target.split()).upper()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +15,15 @@ from pydantic import Field
 
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask_server, quote_answer
-from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest
+from ebbflow.rewards.protocol import (
+    HEALTH,
+    SCORE,
+    Health,
+    PromptMessage,
+    ScoreAnswer,
+    ScoreRequest,
+    identify_image,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,11 +100,21 @@ class Remote(Reward):
 
     def _ask_for_scores(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreAnswer:
         url = self.config.url + SCORE
-        body = build_request(images, prompts).model_dump_json().encode()
+        request = build_request(images, prompts)
+        body = request.model_dump_json().encode()
         answer = ask_server(self.config, url, ScoreAnswer, body, self.sleep)
         # The form of the answer is checked; whether it fits the question only the asker knows.
         if len(answer.scores) != len(images):
             raise NoAnswer(f"{url} answered {len(answer.scores)} scores for {len(images)} images")
+        ids = [identify_image(base64.b64decode(image)) for image in request.images]
+        if answer.ids is None:
+            warnings.warn(
+                f"{url} answers without the ids of the images, so scores in another order would not"
+                " be noticed; let it add 'ids' (docs/rewards.md)",
+                stacklevel=3,
+            )
+        elif answer.ids != ids:
+            raise NoAnswer(f"{url} answered about other images, or in another order")
         missing = set(self.config.metrics) - answer.metrics.keys()
         if missing:
             available = quote_answer(", ".join(answer.metrics) or "none", self.config)

@@ -69,8 +69,8 @@ class Similarity(Reward):
 
 
 def match_letters(grey: np.ndarray, text: str) -> float:
-    """Return the similarity of one grey image, uint8 [height, width], to a line of text; 0 for a
-    flat image.
+    """Return the similarity of one grey image, uint8 [height, width], to a line of text, 0 to 1; 0
+    for a flat image.
 
     Raises:
         ValueError: the text cannot be rendered at this size.
@@ -94,7 +94,8 @@ def match_letters(grey: np.ndarray, text: str) -> float:
             left = max(0, (index - REACH) * slot)
             right = (index + 1 + REACH) * slot + 2 * MARGIN
             matches.append(_find_best_match(padded[:, int(left) : int(right)], letter, size))
-    return float(np.mean(matches))
+    # The gate takes 0 for the lowest score; a letter whose opposite is drawn is as wrong as any.
+    return max(0.0, float(np.mean(matches)))
 
 
 def _find_best_match(window: np.ndarray, letter: str, size: float) -> float:

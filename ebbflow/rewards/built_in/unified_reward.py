@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about_images, parse_answer
 from ebbflow.rewards.templates import fill_template
@@ -33,6 +33,7 @@ class UnifiedRewardConfig(ChatServerConfig):
     """Alignment with the prompt and quality, 1 to 5, by UnifiedReward (2503.05236) behind a
     server."""
 
+    known_lowest: ClassVar[float | None] = 1.0
     name: Literal["unified_reward"] = "unified_reward"
     template: Literal["unified_reward", "unified_reward_2"] = "unified_reward_2"
     """Form of the question and the answer. ``unified_reward_2``, for version 2.0: the score is the

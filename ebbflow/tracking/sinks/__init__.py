@@ -15,7 +15,7 @@ Example:
                 self.file = open(f"{tracked.folder}/curves-{node}.txt", "w")
 
             def log(self, values: Mapping[str, float], step: int) -> None:
-                print(step, values, file=self.file)  # 12 {'train/reward': 0.31}
+                print(step, values, file=self.file)  # 12 {'reward/train': 0.31}
 
             def close(self) -> None:
                 self.file.close()

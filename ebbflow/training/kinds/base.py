@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from ebbflow.algorithms.base import Algorithm, AnyRows
     from ebbflow.data.prompts import Prompt
     from ebbflow.flow.noise import SampleKeys
+    from ebbflow.flow.trajectory import Trajectory
     from ebbflow.models.base import Conditioning
     from ebbflow.rewards.combine import Scorer
-    from ebbflow.training.batches import CorrectedRollout, RowBatch, SampleGroups
+    from ebbflow.training.batches import RowBatch, SampleGroups
     from ebbflow.training.rollout_forward import RolloutVelocities
     from ebbflow.training.update import PolicyUpdater
 
@@ -44,7 +45,7 @@ class StepSamples:
         sample_index: integer [N], the row of ``conditioning`` of each sample.
         advantages: [N]; of a tree [N, W], of each trained step.
         latents: the final ones, [N, ...].
-        trajectory: the recorded steps, where the kind records them.
+        trajectory: the recorded steps after the rollout correction, where the kind records them.
         velocities: of the rollout with their graphs, where the update goes back through them.
         scorer: the rewards, where the kind needs their gradient.
     """
@@ -56,7 +57,7 @@ class StepSamples:
     sample_index: np.ndarray
     advantages: np.ndarray
     latents: Tensor
-    trajectory: CorrectedRollout | None = None
+    trajectory: Trajectory | None = None
     velocities: RolloutVelocities = ()
     scorer: Scorer | None = None
 
@@ -87,6 +88,10 @@ class TrainableKind(AlgorithmKind):
         samples, or of rows where the kind counts in rows.
         """
         return groups
+
+    def find_samples(self, step: StepSamples, positions: np.ndarray) -> np.ndarray:
+        """Return the sample of each position in ``list_trained_groups``."""
+        return positions
 
     @abstractmethod
     def build_batch(

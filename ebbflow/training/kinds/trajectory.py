@@ -67,11 +67,17 @@ class TrajectoryKind(TrainableKind):
 
         assert step.trajectory is not None, "the rollouts of such an algorithm are recorded"
         samples = np.concatenate(groups)
-        keep = step.trajectory.keep.numpy()  # (N, W)
+        keep = np.ones(step.trajectory.log_probs.shape, np.bool_)  # (N, W)
+        if step.trajectory.keep is not None:
+            keep = step.trajectory.keep.numpy()
         numbers = np.arange(keep.size).reshape(keep.shape)
         # Each row is a group of its own, [[row], [row], ...]: losses on trajectories compare no
         # rows. Those that the correction rejected are left out here, so that they count in no mean.
         return list(numbers[samples][keep[samples]][:, None])
+
+    def find_samples(self, step: StepSamples, positions: np.ndarray) -> np.ndarray:
+        assert step.trajectory is not None
+        return positions // len(step.trajectory.steps)
 
     def build_batch(
         self, step: StepSamples, groups: SampleGroups, passes: int
@@ -138,7 +144,7 @@ class TrajectoryKind(TrainableKind):
         rows = TrajectoryRows(
             transition=step,
             log_prob=compute_log_prob(step, next_latents),
-            old_mean=old.mean,
+            old_mean=old.mean if hyper.compares_means else None,
             old_log_prob=compute_log_prob(old, next_latents),
             copies=copies,
             advantage=inputs.advantage,

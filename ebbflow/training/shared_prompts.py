@@ -1,0 +1,40 @@
+"""Prompts that the processes of a machine encode together: each a share, and all read the same
+files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.models import Model
+from ebbflow.models.encoding import EMBEDDINGS, Embeddings, open_embeddings, write_embeddings
+from ebbflow.storage.disk import open_scratch_folder, path_of_scratch_folder
+from ebbflow.training.distributed import Ranks, broadcast_first_of_node
+
+
+def encode_prompts_together(
+    model: Model, prompts: Iterable[Prompt], negatives: bool = False
+) -> Embeddings:
+    """Encode every different prompt once on each machine; all processes of the group call it.
+
+    Args:
+        negatives: as of ``embed_prompts``.
+    """
+    ranks = Ranks.current()
+    with ExitStack() as stack:
+        process = broadcast_first_of_node(os.getpid())
+        if ranks.local_rank == 0:
+            folder = stack.enter_context(open_scratch_folder(EMBEDDINGS))
+        else:
+            folder = path_of_scratch_folder(EMBEDDINGS, process)
+        ranks.wait_for_all()  # the first process of each machine has made the folder
+        written_prompts = write_embeddings(
+            model, prompts, folder, negatives, ranks.local_rank, ranks.ranks_per_node
+        )
+        ranks.wait_for_all()  # all shares of the prompts are written
+        embeddings = open_embeddings(folder, written_prompts)
+        ranks.wait_for_all()  # all have opened the files, and the first process removes their names
+    return embeddings

@@ -1,0 +1,3 @@
+"""The MLflow store of these tests."""
+
+from tests.store_fixtures import *  # noqa: F403

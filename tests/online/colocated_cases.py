@@ -1,0 +1,223 @@
+"""Online stages that one process and a group of processes run, and what they leave behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from ebbflow.data.prompts import Prompt, write_prompts
+from ebbflow.data.schema import PROMPTS
+from ebbflow.online import loop
+from ebbflow.online.loop import train_online_folder
+from ebbflow.online.messages import RolloutBatch
+from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.recipe import Recipe
+from ebbflow.rewards.combine import Scorer
+from ebbflow.rollouts.generate import Rollouts
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
+from ebbflow.storage.artifacts import verify_folder
+from ebbflow.training.checkpoint import Checkpoints
+from ebbflow.training.distributed import Ranks, join_process_group
+from ebbflow.training.policy_metadata import write_base_policy
+from ebbflow.training.stop_conditions import Preempted
+from tests.conftest import Darkness
+from tests.glyph_stages import small_stage
+
+LORA = {"train": "lora", "rank": 4, "alpha": 8}
+ODE = {"sampler": {"name": "ode", "steps": 3}}
+NFT = {"algorithm": {"name": "diffusion_nft", "noise_levels": 1}, **ODE}
+TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
+CASES: dict[str, dict[str, Any]] = {
+    "trajectories": {"algorithm": {"name": "mix_grpo"}},
+    "average": {
+        **NFT,
+        "policy": LORA | {"ema": {"slope": 0.5, "max_decay": 0.5}},
+        "validation": {"every": 1, "prompts": 5},
+        "dumps": {"every": 1, "samples": 9},
+    },
+    "groups": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE, "updates_per_step": 4},
+    "corrected": {
+        "algorithm": {"name": "grpo_guard"},
+        "rollout_precision": "bfloat16",
+        "correction": {"weights": "truncated"},
+        "policy": LORA,
+    },
+    "tree": {"algorithm": {"name": "branch_grpo"}, "tree": {"splits": [0, 1]}, "group_size": 4},
+    "student": {"algorithm": {"name": "tdm", "fake_updates": 2}, **ODE, "policy": LORA},
+    "reward gradients": {"algorithm": {"name": "draft", "last_steps": 2}, **ODE},
+    "branches": {"algorithm": {"name": "srpo", "discount": [200, 300], "target": None}, **ODE},
+    "chosen prompts": {
+        **NFT,
+        "refill_rounds": 2,
+        "prompt_filter": {"samples": 2, "max_reward": 0.999},
+        "curriculum": {},
+    },
+    "one step off": {"algorithm": {"name": "mix_grpo"}, "mode": "one_step_off"},
+    "ahead": {"algorithm": {"name": "mix_grpo"}, "mode": "async", "staleness": 2},
+    "in main memory": {**NFT, "model": {"cpu_offload": True}, "policy": LORA},
+}
+
+
+class Flat(Darkness):
+    """As ``Darkness``, but all samples of every third prompt score the same."""
+
+    def __call__(self, images: Any, prompts: Any) -> Any:
+        result = super().__call__(images, prompts)
+        result.values[[prompt.prompt_id % 3 == 0 for prompt in prompts]] = 0.5
+        return result
+
+
+def make_prompts() -> list[Prompt]:
+    texts = [f'"{"ABCDEFGHIJKLMNOP"[start : start + 4]}"' for start in range(12)]
+    return [
+        Prompt(number, text, "", text[1:5], "test", split, "{}")
+        for split in ("train", "validation")
+        for number, text in enumerate(texts)
+    ]
+
+
+def recipe_of(case: str, placement: str, **online: Any) -> Recipe:
+    stage = {
+        "kind": "online",
+        "placement": placement,
+        "steps": 3,
+        "group_size": 3,
+        "prompts_per_step": 5,
+        "micro_batch": 4,
+        "updates_per_step": 2,
+        "sampler": {"steps": 4},
+        "reference": {"weight": 0.1, "guidance": 1},
+        # Adam's first steps are signs otherwise, which turn rounding into full steps.
+        "optimizer": {"lr": 0.05, "max_grad_norm": 0.5, "eps": 1.0},
+        **CASES[case],
+        **online,
+    }
+    policy = stage.pop("policy", {"train": "full"})
+    model = stage.pop("model", {})
+    if stage["sampler"].get("name") != "ode" and "tree" not in stage:
+        stage["window"] = {"kind": "fixed", "size": 2}
+    return Recipe.model_validate(
+        {
+            "stages": [small_stage(stage)],
+            "policy": policy,
+            "model": model,
+            "evaluation": {"steps": 3, "samples": 1},
+        }
+    )
+
+
+def prepare_folder(folder: Path) -> None:
+    """Write what a stage reads beside its base model."""
+    table = pa.Table.from_pylist([vars(prompt) for prompt in make_prompts()], PROMPTS)
+    write_prompts(table, folder / "prompts.parquet")
+
+
+def run_stage(
+    base: Path,
+    folder: Path,
+    name: str,
+    recipe: Recipe,
+    replicas: int = 1,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Run the stage of a recipe, on every rank of the group that this process is in.
+
+    Returns:
+        The digest of each sample of each step by its key, of rank 0; metrics that no clock changes;
+        the digest of the policy.
+    """
+    ctx = StageContext(recipe, 0, 0)
+    ranks = Ranks.current()
+    start = folder / f"start-{name}"
+    if ranks.rank == 0 and not start.exists():
+        write_base_policy(start, verify_folder(base), recipe.digest, recipe.policy)
+    ranks.wait_for_all()
+    recorder = MetricsRecorder()
+    samples: dict[str, str] = {}
+    next_batch = RolloutQueue.next_batch
+
+    async def watch_batch(queue: RolloutQueue, version: int) -> RolloutBatch:
+        before_step(version)
+        batch = await next_batch(queue, version)
+        for part in batch.parts:
+            rollouts = await queue.workers.fetch_value(part.rollouts)
+            keys = [f"{version}/{prompt.prompt_id}" for prompt in part.request.prompts]
+            for row, key in enumerate(keys):
+                number = int(part.request.keys.samples[row])
+                samples[f"{key}/{number}"] = digest_sample(rollouts, row)
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),)))
+        patch.setattr(RolloutQueue, "next_batch", watch_batch)
+        trained = folder / f"trained-{name}"
+        train_online_folder(
+            ctx,
+            StageFolders(base, start, folder / "prompts.parquet", trained),
+            recorder,
+            checkpoints=Checkpoints(ctx, folder / f"checkpoints-{name}"),
+            replicas=replicas,
+        )
+    ranks.wait_for_all()
+    metrics = [
+        {key: value for key, value in row.items() if not key.startswith(TIMED)}
+        for row in recorder.metrics_rows
+    ]
+    return {"samples": samples, "metrics": metrics, "policy": verify_folder(trained)}
+
+
+def digest_sample(rollouts: Rollouts, row: int) -> str:
+    """Compute the digest of the bits of a sample and its trajectory."""
+    digest = hashlib.sha256(rollouts.latents[row].numpy().tobytes())
+    if rollouts.trajectory is not None:
+        for name, values in sorted(vars(rollouts.trajectory).items()):
+            if name not in ("sigmas", "steps") and values is not None:
+                digest.update(values[row].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run_as_rank(base: Path, folder: Path, stages: Mapping[str, Recipe], replicated: bool) -> None:
+    """Run stages one after another in this process group; every rank writes what it found."""
+    with join_process_group() as ranks:
+        name = f"{ranks.world}-{'replicas' if replicated else 'shards'}"
+        results = {
+            case: run_stage(
+                base, folder, f"{case}-{name}", recipe, ranks.world if replicated else 1
+            )
+            for case, recipe in stages.items()
+        }
+    (folder / f"results-{name}-{ranks.rank}.json").write_text(json.dumps(results))
+
+
+def run_attempt(
+    base: Path,
+    folder: Path,
+    name: str,
+    recipe: Recipe,
+    replicated: bool,
+    happens: str = "",
+    rank: int = 1,
+    step: int = 2,
+) -> None:
+    """Run one attempt at a stage in this process group; when a rank comes to a step, it is killed,
+    or is told to leave (``happens``: killed, preempted).
+    """
+    with join_process_group() as ranks:
+
+        def meet_fate(version: int) -> None:
+            if (ranks.rank, version) == (rank, step) and happens:
+                os.kill(os.getpid(), signal.SIGKILL if happens == "killed" else signal.SIGTERM)
+
+        try:
+            replicas = ranks.world if replicated else 1
+            run_stage(base, folder, name, recipe, replicas, meet_fate)
+        except Preempted as error:
+            (folder / f"preempted-{name}-{ranks.rank}").write_text(str(error))
