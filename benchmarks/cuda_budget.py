@@ -64,7 +64,7 @@ FREE = {
     "alias", "as_strided", "detach", "diagonal", "expand", "empty", "empty_like", "empty_strided",
     "lift_fresh", "new_empty", "new_empty_strided", "permute", "select", "slice", "split",
     "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
-    "_reshape_alias", "_unsafe_view",
+    "view_as_complex", "view_as_real", "_reshape_alias", "_unsafe_view",
 }  # fmt: skip
 """Operations that start no kernel."""
 
@@ -345,8 +345,8 @@ gradient. The time is a roofline's on an H100 SXM: for each kernel the longest o
 (70 % of 989 TFLOP/s in bfloat16 and of 67 in float32; 45 % in flash attention and 25 % in attention
 with a mask), its bytes (85 % of 3.35 TB/s) and 2 microseconds. Nothing here was measured on a GPU.
 
-Without adapters a network runs under autocast; under a LoRA in bfloat16 it does not, and its RMS
-norms are one kernel each.
+Without adapters a network runs under autocast; under a LoRA in bfloat16 it does not, its RMS norms
+are one kernel each, and the rotary embedding of FLUX.1 is a complex product.
 """
 COLUMNS = (
     "model", "rows in the network", "forward pass", "kernels", "casts", "attentions with a mask",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ebbflow.models.base import Model
-from ebbflow.models.norms import fuse_norms
+from ebbflow.models.fused_kernels import fuse_kernels
 
 ADAPTER = "default"
 
@@ -79,7 +79,7 @@ def compute_in_bfloat16(model: Model) -> None:
         if type(module) is LoraLinear:
             module.__class__ = BFloat16LoraLinear
             layers.append(module)
-    fuse_norms(model.transformer)
+    fuse_kernels(model.transformer)
     adapted: Any = model
     adapted.bfloat16_pass = partial(cast_adapters, layers)
 

@@ -12,11 +12,8 @@ import torch
 from benchmarks import cuda_budget
 from benchmarks.cuda_budget import CASES, count_kernels, format_case, measure_case
 
-MOST_KERNELS = {"SD3.5-medium": 1.1, "FLUX.1-dev": 1.3, "Qwen-Image": 1.3}
-"""Of diffusers' own forward pass, for one with adapters. Those of FLUX and Qwen-Image have three
-kernels in each adapted layer for diffusers' one, and nothing else to save them elsewhere.
-"""
-MOST_TIME = 1.15
+LIMIT = 1.1
+"""Kernels and predicted time of a forward pass with adapters, for one of diffusers' own."""
 TABLE = Path(cuda_budget.__file__).with_name("results") / "cuda_budget.md"
 
 
@@ -35,8 +32,8 @@ def test_the_table_is_what_the_code_gives(name):
     )
     plain, without_adapters, with_adapters = results.values()
     assert with_adapters.casts <= plain.casts + 2, "the latents, and all adapters at once"
-    assert with_adapters.kernels.total() <= MOST_KERNELS[name] * plain.kernels.total()
-    assert with_adapters.milliseconds <= MOST_TIME * plain.milliseconds
+    assert with_adapters.kernels.total() <= LIMIT * plain.kernels.total()
+    assert with_adapters.milliseconds <= LIMIT * plain.milliseconds
     assert without_adapters.kernels.total() > plain.kernels.total(), "autocast's casts"
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.tiny_models import build_tiny
 from ebbflow.models import load_model, predict
 from ebbflow.models.base import Conditioning
-from ebbflow.models.norms import FusedRMSNorm
+from ebbflow.models.fused_kernels import ComplexRotaryAttention, FusedRMSNorm, fuse_kernels
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.bfloat16 import BFloat16LoraLinear, CastTogether
@@ -199,6 +199,45 @@ def test_a_fused_norm_is_the_networks_own_up_to_rounding():
     norm.__class__ = FusedRMSNorm
     torch.testing.assert_close(norm(x), expected, rtol=4 * ROUNDING, atol=0)
     assert torch.equal(norm(x.float()), RMSNorm.forward(norm, x.float())), "other types as before"
+
+
+def run_flux(transformer):
+    generator = torch.Generator().manual_seed(2)
+    widths = transformer.config
+    positions = torch.zeros(12, 3)
+    positions[:, 1:] = torch.cartesian_prod(torch.arange(3.0), torch.arange(4.0))
+    latents = torch.randn(2, 12, widths.in_channels, generator=generator, dtype=transformer.dtype)
+    latents.requires_grad_()
+    velocity = transformer(
+        hidden_states=latents,
+        encoder_hidden_states=torch.randn(
+            2, 5, widths.joint_attention_dim, generator=generator, dtype=transformer.dtype
+        ),
+        pooled_projections=torch.randn(
+            2, widths.pooled_projection_dim, generator=generator, dtype=transformer.dtype
+        ),
+        timestep=torch.tensor([0.3, 0.8], dtype=transformer.dtype),
+        guidance=torch.ones(2, dtype=transformer.dtype),
+        img_ids=positions,
+        txt_ids=torch.zeros(5, 3),
+        return_dict=False,
+    )[0]
+    velocity.square().mean().backward()
+    return velocity.detach(), latents.grad
+
+
+def test_the_attention_of_flux_as_a_complex_product_is_the_networks_own(tmp_path):
+    build_tiny("flux", tmp_path / "flux")
+    config = ModelConfig(family="flux", path=str(tmp_path / "flux"), height=64, width=64)
+    transformer = load_model(tmp_path / "flux", config).transformer.double()
+    expected = run_flux(transformer)
+    fuse_kernels(transformer)
+    processors = set(map(type, transformer.attn_processors.values()))
+    assert processors == {ComplexRotaryAttention}
+    # The rotation itself is in float32 on both sides.
+    for fused, own in zip(run_flux(transformer), expected, strict=True):
+        error = (fused - own).norm() / own.norm()
+        assert error < 2.0**-20
 
 
 @pytest.mark.parametrize(
