@@ -102,6 +102,14 @@ def _describe_memory(estimate: Estimate) -> list[str]:
         " a stage, if all of them differ; refill_rounds, a curriculum and a prompt_filter encode"
         " all training prompts.",
     ]
+    encoding = estimate.memory["text encoding"]
+    # As ``ebbflow.models.residency`` does: the encoders take the place of the weights.
+    least = max(encoding.peak_bytes - encoding.weights, encoding.weights + encoding.copies)
+    if encoding.others and least < encoding.peak_bytes:
+        lines.append(
+            f"  Text encoding takes {least / GIB:.2f} GiB where it does not fit: the weights wait"
+            " in main memory meanwhile, unless they are sharded."
+        )
     offloaded = max(memory.offloaded for memory in estimate.memory.values())
     if offloaded:
         lines.append(

@@ -2,16 +2,16 @@
 pipeline calls them.
 
 With the deterministic sampler, the same noise and the same prompt, an adapter's image is the
-pipeline's (the tests compare them). Only the transformer stays on the device; text encoders and VAE
-are moved there for each call.
+pipeline's (the tests compare them). The transformer is on the device, text encoders and VAE as
+``ebbflow.models.residency`` says.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,6 +25,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.pipeline_loading import load_pipeline
 from ebbflow.models.published import Published
+from ebbflow.models.residency import parts_on_device
 from ebbflow.models.weight_files import PendingWeights
 from ebbflow.progress import show_progress
 from ebbflow.recipe.model import ModelConfig
@@ -289,7 +290,8 @@ class PipelineModel:
     ) -> Conditioning:
         parts = []
         starts = show_progress("encoding prompts", "batch", range(0, len(prompts), ENCODED_AT_ONCE))
-        with self._parts_on_device(*self.text_parts):
+        networks = [getattr(self.pipeline, name) for name in self.networks]
+        with self._parts_on_device(*self.text_parts, networks=networks):
             for start in starts:
                 batch = prompts[start : start + ENCODED_AT_ONCE]
                 # To the CPU at once: the conditioning of all prompts would fill the device.
@@ -399,19 +401,15 @@ class PipelineModel:
                     f" pixels; take {near}"
                 )
 
-    @contextmanager
-    def _parts_on_device(self, *parts: str) -> Iterator[None]:
-        """The named parts of the pipeline on the device inside the block, on the CPU after it."""
+    def _parts_on_device(
+        self, *parts: str, networks: Sequence[nn.Module] = ()
+    ) -> AbstractContextManager[None]:
+        """The named parts of the pipeline on the device, as ``parts_on_device``."""
         # A part may be missing from the folder, as T5 of SD3.
-        parts_or_none = [getattr(self.pipeline, name) for name in parts]
-        modules = [module for module in parts_or_none if module is not None]
-        for module in modules:
-            module.to(self.device)
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.to("cpu")
+        modules = [getattr(self.pipeline, name) for name in parts]
+        return parts_on_device(
+            self.device, [module for module in modules if module is not None], networks
+        )
 
 
 class PackedPipelineModel(PipelineModel):

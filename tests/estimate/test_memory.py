@@ -406,6 +406,22 @@ def test_the_declared_memory_of_a_users_own_reward_is_counted(tiny_recipe):
     assert with_own.activations - without.activations == 3 * LargeReward.gradient_bytes
 
 
+def test_text_encoders_that_do_not_fit_take_the_place_of_the_weights(tiny_recipe):
+    estimate = estimate_recipe(tiny_recipe("sd3"))
+    memory = dataclasses.replace(
+        estimate.memory["text encoding"],
+        weights=60 * 2**30,
+        others=50 * 2**30,
+        copies=0,
+        activations=2**30,
+        samples=0,
+    )
+    described = describe_estimate(
+        dataclasses.replace(estimate, memory=estimate.memory | {"text encoding": memory})
+    )
+    assert "Text encoding takes 60.00 GiB where it does not fit" in described
+
+
 def test_a_users_own_reward_that_declares_no_memory_is_named(tiny_recipe):
     def describe(reward):
         rewards = [{"name": "custom", "path": f"{__name__}:{reward.__name__}"}]

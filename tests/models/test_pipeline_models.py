@@ -37,7 +37,7 @@ from torch import nn
 
 from ebbflow.models import ModelError, predict
 from ebbflow.models.base import Conditioning
-from ebbflow.models.pipeline import PipelineModel, pack_latents, unpack_tokens
+from ebbflow.models.pipeline import pack_latents, unpack_tokens
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate_samples
 from tests.tolerances import assert_equal_to_rounding
@@ -502,29 +502,6 @@ def test_many_images_pass_the_vae_in_parts(tiny, monkeypatch):
     monkeypatch.setattr("ebbflow.models.pipeline.PIXELS_AT_ONCE", 2 * 64 * 64)
     assert np.abs(model.decode_latents(latents).astype(int) - whole).max() <= 1
     assert (model.encode_images(whole) - encoded).abs().max() < 1e-5
-
-
-def test_parts_are_on_the_device_only_while_they_are_called():
-    class Part:
-        def __init__(self):
-            self.places = []
-
-        def to(self, target):
-            self.places.append(target)
-
-    text = Part()
-    vae = Part()
-    other = Part()
-    model = SimpleNamespace(
-        device="gpu", pipeline=SimpleNamespace(text=text, vae=vae, absent=None, other=other)
-    )
-    with PipelineModel._parts_on_device(model, "text", "absent", "vae"):
-        assert text.places == vae.places == ["gpu"]
-    assert text.places == vae.places == ["gpu", "cpu"]
-    with pytest.raises(KeyError), PipelineModel._parts_on_device(model, "text"):
-        raise KeyError
-    assert text.places == ["gpu", "cpu"] * 2
-    assert other.places == []
 
 
 # What is refused.

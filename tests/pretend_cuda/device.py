@@ -44,6 +44,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[2]
+MEMORY = 2**40
+"""Bytes of the device, all of them free."""
 SWEEP_EVERY = 10_000
 """Entries of the table after which those of freed memory are removed."""
 
@@ -313,6 +315,7 @@ def pretend_cuda() -> Iterator[PretendDevice]:
         "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
+        "mem_get_info": lambda *_: (MEMORY, MEMORY),
     }
     # Optimisers ask the accelerator's stream, which needs a driver, whether it records a graph.
     no_graphs = patch.object(
