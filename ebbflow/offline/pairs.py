@@ -26,6 +26,7 @@ from ebbflow.data.images import encode_pngs
 from ebbflow.data.pairs import LATENTS, Pair, PairError, read_pair_prompts, read_pairs
 from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import ADVANTAGES, PROMPTS, build_rollout_schema
+from ebbflow.data.twins import normalize_text
 from ebbflow.models import Model
 from ebbflow.models.base import default_device
 from ebbflow.offline.shards import build_layout_metadata, build_rollout_batch, build_shard_identity
@@ -76,8 +77,8 @@ def import_pairs(
     """Write the prompts, rollout shards and advantages of a pairs file into ``folder``, reading its
     images once.
 
-    Pairs that say nothing, and those on ``evaluated`` prompts, which no training may see, are left
-    out, counted and warned of.
+    Pairs that say nothing, and those on ``evaluated`` prompts in whatever spelling
+    (``twins.normalize_text``), which no training may see, are left out, counted and warned of.
 
     Pair i goes into shard i modulo their number, so that a file in some order is not trained on in
     that order. Images are encoded by the model; of latents the images are decoded. Memory is
@@ -155,9 +156,10 @@ def _iterate_prompt_batches(source: Path, ignored: set[str]) -> Iterator[pa.Reco
 def _iterate_usable_pairs(
     pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], progress: tqdm[Any]
 ) -> Iterator[Pair]:
+    normalized = set(map(normalize_text, evaluated))
     for pair in pairs:
         progress.update()
-        if pair.prompt in evaluated:
+        if normalize_text(pair.prompt) in normalized:
             left_out[EVALUATED] += 1
         elif pair.is_tie:
             left_out[TIES] += 1
