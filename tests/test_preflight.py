@@ -11,9 +11,10 @@ from ebbflow.algorithms.base import Algorithm
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.data.pairs import PairError
 from ebbflow.data.prompts import Prompt, PromptError
+from ebbflow.evaluation.look import find_needed_prompts, find_smallest_gain
 from ebbflow.models import ModelError
 from ebbflow.models.families.glyph import GlyphModel
-from ebbflow.preflight import check_recipe
+from ebbflow.preflight import check_recipe, read_prompt_table
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.policy import PolicyConfig
@@ -548,6 +549,28 @@ def test_a_family_whose_pipeline_generates_otherwise_says_so(family: str, expect
     notes = [note for note in describe_run(recipe, None) if "without their sound" in note]
     assert len(notes) == expected
     assert all(note.startswith("model.family = ltx2: pictures are trained") for note in notes)
+
+
+@pytest.mark.parametrize(("held_out", "samples"), [(64, 1), (128, 4)])
+def test_the_smallest_gain_that_the_gate_can_prove_is_said(held_out: int, samples: int) -> None:
+    recipe = Recipe.model_validate(
+        {"prompts": {"held_out": held_out}, "evaluation": {"samples": samples}}
+    )
+    notes = describe_run(recipe, read_prompt_table(recipe, on_cluster=False))
+    promotion = recipe.promotion
+    share = promotion.error_budget / promotion.looks_per_year
+    gain = find_smallest_gain(held_out, share, samples)
+    (note,) = [note for note in notes if note.startswith("the gate decides on")]
+    assert f"{held_out} held-out prompts" in note
+    assert f"it proves a gain of {gain:.2g} standard deviations" in note
+    needed = find_needed_prompts(gain / 2, share, samples)
+    assert note.endswith(f"half of that needs about {needed} prompts")
+
+
+def test_too_few_held_out_prompts_for_any_promotion_are_said(tmp_path: Path) -> None:
+    notes = check_recipe(on_plain_prompts(tmp_path), SERVER, on_cluster=False)
+    (note,) = [note for note in notes if note.startswith("the gate decides on")]
+    assert "8 held-out prompts, which are too few: it promotes nothing below 16" in note
 
 
 @pytest.mark.parametrize("guardrails", [[], ["jpeg_compressibility"]])

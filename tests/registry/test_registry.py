@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 import uuid
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from ebbflow.training.policy_metadata import (
     PolicyMetadata,
     read_policy_metadata,
 )
+from tasks.files import describe_flyte
 
 TARGET = Comparison(
     metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128
@@ -148,6 +150,26 @@ def test_the_first_policy_becomes_champion_with_its_lineage(
     assert tags["flyte.execution_id"].startswith("execution-")
     assert tags["ebbflow.promoted_in"] == "an execution"
     assert GateDecision.model_validate_json(tags["ebbflow.decision"]) == decision(True)
+
+
+def test_a_version_says_in_which_image_and_with_which_flyte_it_was_made(
+    recipe: Recipe, name: str, policy: Path, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLYTE_INTERNAL_IMAGE", "registry/ebbflow-base:1")
+    monkeypatch.setenv("FLYTE_INTERNAL_TASK_VERSION", "v7")
+    register_version(
+        new_run(recipe),
+        policy,
+        None,
+        decision(True),
+        describe_flyte(),
+        model_name=name,
+        expected_champion=None,
+    )
+    tags = client.get_model_version(name, "1").tags
+    assert tags["ebbflow.image"] == "registry/ebbflow-base:1"
+    assert tags["ebbflow.task_version"] == "v7"
+    assert tags["ebbflow.flyte_version"] == version("flytekit")
 
 
 def test_registering_does_not_promote(
