@@ -22,7 +22,15 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.gate_report import NUMBERS, OLD_TOLERANCE, RATCHET_NOISE, write_report
+from benchmarks.gate_report import (
+    DEEP_FALL,
+    GUARDRAIL_LOOKS,
+    GUARDRAIL_NUMBERS,
+    NUMBERS,
+    OLD_TOLERANCE,
+    RATCHET_NOISE,
+    write_report,
+)
 from ebbflow.evaluation.look import compute_look_error
 from ebbflow.evaluation.statistics import (
     compute_disaster_p_values,
@@ -267,10 +275,21 @@ def simulate_ratchet(
 
 
 def simulate_guardrail(
-    repetitions: int, prompts: int, fall: float, *, old: bool = False, seed: int = 0
+    repetitions: int,
+    prompts: int,
+    fall: float,
+    *,
+    old: bool = False,
+    concentrated: bool = False,
+    seed: int = 0,
 ) -> float:
     """Simulate one comparison of a guardrail that truly fell by ``fall``; return the share that
     passes.
+
+    Args:
+        fall: in standard deviations of the champion's prompts as the look measures them, as a
+            tolerance is.
+        concentrated: all of the fall is one of ``DEEP_FALL`` on few prompts.
     """
     generator = np.random.default_rng([seed, prompts])
     shape = (repetitions, prompts)
@@ -278,7 +297,13 @@ def simulate_guardrail(
     own = GUARDRAIL_NOISE / np.sqrt(2)
     easiness = np.sqrt(1 - own**2) * generator.normal(size=shape)
     champion = easiness + own * generator.normal(size=shape)
-    candidate = easiness + own * generator.normal(size=shape) - fall
+    mean_fall = fall * champion.std(axis=1, ddof=1, keepdims=True)
+    if concentrated:
+        # Without noise, which would show a fall on prompts that did not fall.
+        broken = generator.random(shape) < mean_fall / DEEP_FALL
+        candidate = champion - np.where(broken, DEEP_FALL, 0.0)
+    else:
+        candidate = easiness + own * generator.normal(size=shape) - mean_fall
     if old:
         passed = (candidate - champion).mean(axis=1) >= -OLD_TOLERANCE * champion.std(axis=1)
     else:
@@ -391,15 +416,22 @@ def _simulate_frontier(years: int) -> Iterator[list[str]]:
 
 def _simulate_guardrails(years: int) -> Iterator[list[str]]:
     tolerance = PromotionConfig().guardrail_tolerance.default
-    falls = {"unchanged": (0.0, 0.0), "fell by the tolerance": (OLD_TOLERANCE, tolerance)}
-    falls["fell by twice the tolerance"] = (2 * OLD_TOLERANCE, 2 * tolerance)
-    for name, (old_fall, fall) in falls.items():
+    # Of the gate before and of today: each is asked for a fall by its own tolerance.
+    falls: dict[str, tuple[float, float, bool]] = {
+        "unchanged": (0.0, 0.0, False),
+        "fell by the tolerance": (OLD_TOLERANCE, tolerance, False),
+        "the same, all of it on few prompts": (OLD_TOLERANCE, tolerance, True),
+        "fell by twice the tolerance": (2 * OLD_TOLERANCE, 2 * tolerance, False),
+    }
+    looks = GUARDRAIL_LOOKS * years
+    for name, (old_fall, fall, concentrated) in falls.items():
+        simulate = partial(simulate_guardrail, looks, concentrated=concentrated)
         yield [
             name,
             *(
-                f"{_percent(simulate_guardrail(years, prompts, old_fall, old=True))} →"
-                f" {_percent(simulate_guardrail(years, prompts, fall))}"
-                for prompts in NUMBERS
+                f"{_percent(simulate(prompts, old_fall, old=True))} →"
+                f" {_percent(simulate(prompts, fall))}"
+                for prompts in GUARDRAIL_NUMBERS
             ),
         ]
 

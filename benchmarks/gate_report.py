@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,9 +18,19 @@ RESULTS = Path(__file__).parent / "results" / "gate.md"
 PICTURE = Path(__file__).parents[1] / "docs" / "static" / "gate.png"
 NUMBERS = (16, 64, 128)
 """Held-out prompts."""
+GUARDRAIL_NUMBERS = (16, 24, 64, 128)
+"""Held-out prompts of the table of guardrails."""
 RATCHET_NOISE = 0.2
 """Standard deviation of a guardrail's paired differences, in that of its prompts, of candidates
 that differ from the champion by little more than a slow fall.
+"""
+GUARDRAIL_LOOKS = 20
+"""Looks at a guardrail for each simulated year: a share of 2.5 % of 10,000 has a standard error of
+.16 %, one of 500 of .7 %.
+"""
+DEEP_FALL = 2.5
+"""Fall of the prompts that break while all others stay, in standard deviations of the prompts: from
+the mean of a score from 0 to 1 to 0.
 """
 OLD_TOLERANCE = 0.1
 COLOURS = {"before": "#c8385a", "now": "#2f6fdf"}
@@ -33,7 +44,7 @@ def write_report(years: int, tables: Tables, paths: Mapping[str, np.ndarray]) ->
         tables: the rows of each table, as ``benchmarks.gate.simulate_tables`` makes them.
         paths: [weeks], the fall of a guardrail by a ratchet, ``before`` and ``now``.
     """
-    page = [*_format_gains(years, tables), *_format_falls(tables)]
+    page = [*_format_gains(years, tables), *_format_falls(tables, years)]
     RESULTS.write_text("\n".join(page) + "\n")
     FigureCanvasAgg(plot_figure(tables, paths)).print_png(PICTURE, metadata={"Software": None})
 
@@ -99,17 +110,23 @@ def _format_gains(years: int, tables: Tables) -> list[str]:
     ]
 
 
-def _format_falls(tables: Tables) -> list[str]:
+def _format_falls(tables: Tables, years: int) -> list[str]:
     """Format the tables about guardrails."""
     promotion = PromotionConfig()
-    numbers = [f"n = {prompts}" for prompts in NUMBERS]
+    numbers = [f"n = {prompts}" for prompts in GUARDRAIL_NUMBERS]
+    looks = GUARDRAIL_LOOKS * years
+    error = 100 * math.sqrt(0.025 * 0.975 / looks)
     return [
         "## Guardrails that pass",
         "",
         (
             f"Before: the mean fell by at most {OLD_TOLERANCE:g}. Now: a fall of"
-            f" {promotion.guardrail_tolerance.default:g} is ruled out with 97.5 % confidence. The"
-            " paired differences have the standard deviation of the prompts."
+            f" {promotion.guardrail_tolerance.default:g} is ruled out with 97.5 % confidence. Falls"
+            " count standard deviations of the champion's prompts as the look measures them. The"
+            " paired differences have the standard deviation of the prompts; *on few prompts*:"
+            f" one prompt in six falls by {DEEP_FALL:g}, and the others do not change. One sample"
+            " in 16 of 16 prompts has none of these, and then the test cannot see the fall."
+            f" Shares of {looks:,} looks, whose standard error at 2.5 % is {error:.2f} %."
         ),
         "",
         *_format_table(["guardrail", *numbers], tables["guardrail"]),
