@@ -22,9 +22,8 @@ from benchmarks.sources import Clones
 from ebbflow.models import load_adapter
 from ebbflow.models.sizes import build_meta_adapter
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.defaults import list_default_values
+from ebbflow.recipe.defaults import list_published_defaults
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.registry import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).with_name("published.yaml")
@@ -194,10 +193,10 @@ class Comparison:
 
     def _iterate_algorithms(self) -> Iterator[Row]:
         for name, group in self.data["algorithms"].items():
-            config = ALGORITHMS[name]
-            defaults = list_default_values(config)
+            table = list_published_defaults()[name]
+            defaults = table.list_values()
             for setting, entry in list_entries(group).items():
-                row = config.published[setting]
+                row = table.published[setting]
                 ours = row.ours or defaults[setting]
                 yield self._compare(name, setting, entry, ours, row.value, row.deviation)
 
@@ -327,9 +326,9 @@ def find_gaps(data: Mapping[str, Any]) -> list[str]:
     of a value that is not there, or of words without the value that they show (``is``).
     """
     gaps = []
-    for name, config in ALGORITHMS.items():
+    for name, table in list_published_defaults().items():
         entries = list_entries(data["algorithms"].get(name, {"values": {}}))
-        gaps += [f"algorithm {name}: {key}" for key in set(config.published) ^ set(entries)]
+        gaps += [f"algorithm {name}: {key}" for key in set(table.published) ^ set(entries)]
     names = {path.stem for path in RECIPES.glob("*.yaml")} - set(OWN_RECIPES)
     gaps += [f"recipe {name}" for name in names ^ set(data["recipes"])]
     for name in names & set(data["recipes"]):

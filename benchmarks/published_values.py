@@ -1,5 +1,5 @@
-"""Values of other repositories' files: the key of a YAML file, an assignment, a default or an
-argument of a Python file, a flag of a command in a shell script or a README.
+"""Values of other repositories' files: the key of a YAML or TOML file, an assignment, a default or
+an argument of a Python file, a flag of a command in a shell script or a README.
 
 Nothing is executed: Python is parsed, and a shell script's variables are looked up where they are
 assigned a constant.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
@@ -27,9 +28,9 @@ def extract_value(text: str, path: str, key: str) -> Any:
 
     Args:
         text: the file.
-        path: its path, whose ending says the kind: .yaml, .py, .sh or .md.
-        key: of YAML the dotted path (``train.learning_rate``). Of Python ``--flag``, an argparse
-            default; ``Name(keyword)``, an argument of a call; ``name()``, what a function returns;
+        path: its path, whose ending says the kind: .yaml, .toml, .py, .sh or .md.
+        key: of YAML and TOML the dotted path (``train.learning_rate``, ``model.parts.2.rate``). Of
+            Python ``--flag``, an argparse default; ``Name(keyword)``, an argument of a call; ``name()``, what a function returns;
             or the target of an assignment (``config.train.beta``), the last one. All three after
             ``FUNCTION:`` are looked for in that function alone. Of a command the name of a flag
             (``--cfg``), of a setting (``data.seed`` of ``data.seed=42``) or of a variable.
@@ -44,7 +45,9 @@ def extract_value(text: str, path: str, key: str) -> Any:
         return _read_python(text, key)
     if suffix in (".sh", ".md"):
         return _read_command(text, key)
-    raise ValueError(f"{path}: values are read from .yaml, .py, .sh and .md files only")
+    if suffix == ".toml":
+        return _find_by_path(tomllib.loads(text), key)
+    raise ValueError(f"{path}: values are read from .yaml, .toml, .py, .sh and .md files only")
 
 
 def parse_scalar(text: str) -> Any:
@@ -58,13 +61,21 @@ def parse_scalar(text: str) -> Any:
 
 
 def _read_yaml(text: str, key: str) -> Any:
-    value = yaml.safe_load(text)
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return MISSING
-        value = value[part]
+    value = _find_by_path(yaml.safe_load(text), key)
     # YAML 1.1 reads 1e-5, without a point, as text.
     return parse_scalar(value) if isinstance(value, str) else value
+
+
+def _find_by_path(value: Any, key: str) -> Any:
+    """Return what a dotted path leads to; a number is the place in a list."""
+    for part in key.split("."):
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            return MISSING
+    return value
 
 
 def _read_python(text: str, key: str) -> Any:

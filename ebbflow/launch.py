@@ -71,8 +71,9 @@ def launch_recipe(path: Path, debug: bool, turn: bool = False) -> None:
         sys.exit(f"\n{explain_error(error)}\n{how_to_resume()}")
 
 
-def pin_rewards(recipe: Recipe) -> Recipe:
-    """Return the recipe with the version and the digest of each registered reward model.
+def pin_rewards(recipe: Recipe, with_store: bool = True) -> Recipe:
+    """Return the recipe with the version and the digest of each registered reward model, and with
+    the store that they are in unless it runs on another machine.
 
     Raises:
         RecipeError: one of them does not exist.
@@ -84,7 +85,7 @@ def pin_rewards(recipe: Recipe) -> Recipe:
     from ebbflow.tracking.store import TrackingError
 
     try:
-        return pin_reward_models(recipe)
+        return pin_reward_models(recipe, with_store)
     except TrackingError as error:
         raise RecipeError(f"rewards: {error}") from error
 

@@ -71,7 +71,10 @@ def submit(
     """
     # A file of this machine travels as text; a name and a URI mean the same to every pod.
     is_named = "://" in recipe or (recipe.isidentifier() and not Path(recipe).is_file())
-    text = recipe if is_named else write_recipe_text(pin_rewards(load_recipe(recipe)))
+    text = recipe
+    if not is_named:
+        # Without the store: this machine's address of it may be a port that is forwarded.
+        text = write_recipe_text(pin_rewards(load_recipe(recipe), with_store=False))
     try:
         remote = remote or FlyteRemote(Config.auto(), target.project, target.domain)
         plan = _fetch_launch_plan(remote, target)

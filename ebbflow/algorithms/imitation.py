@@ -11,6 +11,7 @@ from ebbflow.recipe.algorithms import ForwardConfig, PublishedSetting, SigmaConf
 SFT = "yifan123/flow_grpo config/sft.py pickscore_sd3"
 SCRIPT = "yifan123/flow_grpo scripts/train_sd3_sft.py"
 BASE = "yifan123/flow_grpo config/base.py"
+ON_DATA = "huggingface/diffusers examples/dreambooth/train_dreambooth_lora_qwen_image.py"
 
 
 class ImitationConfig(ForwardConfig):
@@ -36,6 +37,27 @@ class ImitationConfig(ForwardConfig):
         "optimizer.weight_decay": PublishedSetting(1e-4, BASE),
         "optimizer.max_grad_norm": PublishedSetting(1.0, BASE),
         "updates_per_step": PublishedSetting(1, "yifan123/flow_grpo config/sft.py geneval_sd3"),
+    }
+
+    data_published: ClassVar = {
+        "algorithm.noise_levels": PublishedSetting(1, ON_DATA, "for each picture and pass"),
+        "algorithm.sigma.kind": PublishedSetting(
+            "schedule", ON_DATA, "weighting_scheme none; logit_normal for SD3"
+        ),
+        "sampler.steps": PublishedSetting(1000, ON_DATA, "levels of the scheduler's training"),
+        "data.caption_dropout": PublishedSetting(
+            0.0,
+            ON_DATA,
+            deviation="classifier-free guidance has to go on working (2207.12598)",
+        ),
+        "optimizer.lr": PublishedSetting(
+            1e-4, ON_DATA, deviation="that of sft on samples, also of LoRA adapters"
+        ),
+        "optimizer.weight_decay": PublishedSetting(1e-4, ON_DATA),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, ON_DATA),
+        "batch_size": PublishedSetting(
+            4, ON_DATA, deviation="the size of a run follows the machines, not the method"
+        ),
     }
 
     noise_levels: int = Field(39, ge=1)

@@ -20,7 +20,11 @@ from ebbflow.commands.options import PROCESSES
 from ebbflow.formatting import first_doc_paragraph
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.choices import WINDOWS
-from ebbflow.recipe.defaults import write_defaults_page, write_defaults_table
+from ebbflow.recipe.defaults import (
+    list_published_defaults,
+    write_defaults_page,
+    write_defaults_table,
+)
 from ebbflow.recipe.key_docs import group_keys, read_field_docs
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS, configure_reward
 from ebbflow.recipe.samplers import SAMPLERS
@@ -184,11 +188,11 @@ def list_choices() -> None:
 @click.argument(
     "algorithm",
     required=False,
-    type=click.Choice([name for name, config in ALGORITHMS.items() if config.published]),
+    type=click.Choice(list(list_published_defaults())),
 )
 def defaults(algorithm: str | None) -> None:
-    """Print the defaults of ALGORITHM next to the published values and their sources; without it,
-    of all of them.
+    """Print the defaults of ALGORITHM, or of training on data (sft_on_data, anchor), next to the
+    published values and their sources; without it, of all of them.
     """
     click.echo(write_defaults_table(algorithm) if algorithm else write_defaults_page(), nl=False)
 

@@ -22,6 +22,7 @@ from ebbflow.data.images import ImageError, read_image
 from ebbflow.data.parquet_files import iterate_batches
 from ebbflow.recipe.base import explain_lone_surrogate, sanitize_text, shorten_value
 from ebbflow.storage.disk import PathError, resolve_inside, sha256_of_file
+from ebbflow.storage.tables import count_rows
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
@@ -113,6 +114,18 @@ def read_captioned(path: Path) -> Iterator[CaptionedPicture]:
         )
 
 
+def count_captioned(path: Path) -> int:
+    """Count the rows of ``read_captioned``; of Parquet without reading its images.
+
+    Raises:
+        DataError: the data cannot be used.
+    """
+    tables = _find_tables(path)
+    if tables:
+        return sum(count_rows(table) for table in tables)
+    return sum(1 for _ in _iterate_rows(path))
+
+
 def list_unlisted_files(path: Path) -> list[Path]:
     """List the pictures of a folder that its metadata file does not name."""
     metadata = _find_metadata_file(path) if path.is_dir() else None
@@ -124,22 +137,27 @@ def list_unlisted_files(path: Path) -> list[Path]:
 
 def _iterate_rows(path: Path) -> Iterator[tuple[str, Any, Path | bytes]]:
     """Iterate over (location, caption as it stands there, picture)."""
-    if not path.is_dir():
-        check_file(path, (".parquet",), "the key 'data.path'", DataError)
-        yield from _iterate_parquet_rows(path)
+    tables = _find_tables(path)
+    if tables:
+        for table in tables:
+            yield from _iterate_parquet_rows(table)
         return
     metadata = _find_metadata_file(path)
     if metadata is not None:
         yield from _iterate_metadata_rows(metadata)
         return
-    pictures = _list_pictures(path)
-    tables = sorted(path.glob("*.parquet"))
-    if tables and not pictures:
-        for table in tables:
-            yield from _iterate_parquet_rows(table)
-        return
-    for picture in pictures:
+    for picture in _list_pictures(path):
         yield str(picture), _read_caption_file(picture), picture
+
+
+def _find_tables(path: Path) -> list[Path]:
+    """Find the Parquet files that the rows are in; none where the pictures are files."""
+    if not path.is_dir():
+        check_file(path, (".parquet",), "the key 'data.path'", DataError)
+        return [path]
+    if _find_metadata_file(path) is not None or _list_pictures(path):
+        return []
+    return sorted(path.glob("*.parquet"))
 
 
 def _find_metadata_file(folder: Path) -> Path | None:

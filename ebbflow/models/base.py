@@ -50,6 +50,8 @@ class Conditioning:
             needs them.
         guidance: scale of classifier-free guidance, or the guidance that the network takes as an
             input. 1 is none.
+        guidance_2: that of the transformer for low noise, for families with two; None: as the
+            model's configuration says.
 
     Example:
         Two prompts for SD3 with guidance, 77 tokens of CLIP and up to 256 of T5 each::
@@ -66,6 +68,7 @@ class Conditioning:
     tensors: Mapping[str, Tensor]
     negative: Conditioning | None = None
     guidance: float = 1.0
+    guidance_2: float | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

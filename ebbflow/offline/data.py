@@ -28,6 +28,7 @@ from ebbflow.data.buckets import BucketSize, list_bucket_sizes
 from ebbflow.data.captioned import (
     CaptionedPicture,
     DataError,
+    count_captioned,
     list_unlisted_files,
     read_captioned,
 )
@@ -40,8 +41,10 @@ from ebbflow.models.base import default_device, generate_in_size
 from ebbflow.offline.shards import DATA_DIGEST, build_layout_metadata, build_rollout_batch
 from ebbflow.progress import show_progress
 from ebbflow.recipe.data import DataConfig
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import read_manifest
+from ebbflow.storage.identity import describe_state
 from ebbflow.storage.tables import open_table_writer, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.policy_io import open_model
@@ -149,8 +152,12 @@ def import_data(
 def describe_encoding(ctx: StageContext, config: DataConfig) -> dict[str, Any]:
     """Describe what a recipe says that the latents of a picture depend on."""
     model = ctx.recipe.model
+    family: Any = model.family
+    if family not in FAMILIES:
+        # The code of a user's own family is not Ebbflow's, which is in the key of the cache.
+        family = [family, describe_state(family)]
     return {
-        "family": model.family,
+        "family": family,
         "size": [model.height, model.width, model.frames],
         "buckets": config.buckets.model_dump() if config.buckets else None,
         "frames_per_second": config.frames_per_second,
@@ -179,7 +186,7 @@ def encode_data(
     ).shape[1:]
     sizes = list_bucket_sizes(shape[-3:-1], config.buckets)
     left_out = Counter[str]()
-    rows = sum(1 for _ in read_captioned(source))
+    rows = count_captioned(source)
     num_shards = min(MAX_SHARDS, math.ceil(rows / PICTURES_PER_SHARD))
     with ExitStack() as stack:
         writers = _ShardWriters(ctx, stack, folder, encoding, num_shards, sizes, shape)

@@ -99,6 +99,7 @@ class AlgorithmConfig(Strict):
         imitates: the loss makes every sample likelier, so that captioned data without rewards can
             be its samples.
         data_defaults: ``stage_defaults`` of a stage with ``data``, those of ``algorithm`` included.
+        data_published: ``published`` of a stage with ``data``.
         paper: arXiv id of the publication.
     """
 
@@ -110,6 +111,7 @@ class AlgorithmConfig(Strict):
     compares_means: ClassVar[bool] = False
     imitates: ClassVar[bool] = False
     data_defaults: ClassVar[dict[str, Any]] = {}
+    data_published: ClassVar[dict[str, PublishedSetting]] = {}
     paper: ClassVar[str] = ""
 
     def ratio_range(self, dims: int) -> float | None:

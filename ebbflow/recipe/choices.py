@@ -304,6 +304,9 @@ class ReferenceConfig(Strict):
     guidance: float = Field(1.0, ge=1)
     """Scale of classifier-free guidance of v_ref, for algorithms on final latents. Above 1 the
     penalty pulls the policy towards the guided base model. 1: no guidance."""
+    guidance_2: float | None = Field(None, ge=1)
+    """The same of the transformer for low noise, for families with two. Default:
+    ``model.guidance_2`` where ``guidance`` is the model's, else ``guidance``."""
     adaptive: bool = False
     """Weight each row's penalty by its advantage, from 1e-4 at -``advantages.clip`` up to
     ``weight`` at +``advantages.clip``. The policy then moves away from samples with low scores

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
-from ebbflow.recipe.algorithms import SigmaConfig
+from ebbflow.recipe.algorithms import PublishedSetting, SigmaConfig
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.paths import PathText
+
+DDRL = (
+    "nvidia-cosmos/cosmos-rl"
+    " configs/cosmos-predict2-5/cosmos-predict2-5-2b-720-reason-embedding-ddrl.toml"
+)
+DDRL_DEFAULTS = "nvidia-cosmos/cosmos-rl cosmos_rl/policy/config/wfm/__init__.py"
 
 
 class BucketsConfig(Strict):
@@ -38,6 +46,29 @@ class DataConfig(Strict):
 class AnchorConfig(Strict):
     """Data anchor (DDRL, 2512.04332): each optimiser step also trains on captioned pictures. loss
     <- loss + ``weight`` mean((v - u)^2)."""
+
+    paper: ClassVar = "2512.04332"
+    published: ClassVar = {
+        "anchor.weight": PublishedSetting(0.01, DDRL, "data_beta"),
+        "anchor.batch_size": PublishedSetting(
+            1,
+            DDRL,
+            "for each GPU, of which there are hundreds",
+            deviation="the size of a run follows the machines, not the method",
+        ),
+        "anchor.data.caption_dropout": PublishedSetting(
+            0.2,
+            DDRL,
+            deviation="that of stages on data, where 2207.12598 found .1 to .2 alike",
+        ),
+        "noise levels": PublishedSetting(
+            "the level and the noise of the rollout step",
+            DDRL_DEFAULTS,
+            "use_rl_sigma_and_noise",
+            deviation="algorithms on final latents have no rollout step",
+            ours="drawn by anchor.sigma",
+        ),
+    }
 
     data: DataConfig
     weight: float = Field(0.01, gt=0)

@@ -114,12 +114,24 @@ def check_engines_support_model(
 
 
 def check_guided_references(stages: Sequence[StageConfig], model: ModelConfig) -> None:
-    """Check that a reference under guidance has a model with guidance.
+    """Check that a reference under guidance has a model with guidance, and one with two scales of
+    it a model with two transformers.
 
     Raises:
-        ValueError: the family has none; names the stage and the fix.
+        ValueError: the family has none, or the second scale does nothing; names the stage and the
+            fix.
     """
     family = find_family(model.family)
+    for index, stage in enumerate(stages):
+        second = stage.reference.guidance_2
+        has_experts = family is None or family.experts
+        if second is not None and not (has_experts and stage.reference.needs_guidance):
+            reason = (
+                "the reference has no guidance; set reference.guidance above 1, or leave it out"
+                if has_experts
+                else f"{model.family} has one transformer; leave it out"
+            )
+            raise ValueError(f"stages.{index}.reference.guidance_2 = {second:g}: {reason}")
     # A family of the user's own without a record (None) may have guidance: its adapter decides.
     if family is None or family.guided:
         return

@@ -228,15 +228,19 @@ def _download_folder(version: RewardModelVersion, folder: Path) -> None:
         shutil.move(downloaded, folder)
 
 
-def pin_reward_models(recipe: Recipe) -> Recipe:
+def pin_reward_models(recipe: Recipe, with_store: bool = True) -> Recipe:
     """Return the recipe with every registered reward model by its version, store and digest, so
     that all tasks of a run score with the same one and its record says which.
+
+    Args:
+        with_store: False for a recipe that runs on another machine, which knows the store by
+            another address: the run adds its own as it starts.
 
     Raises:
         RegistryError: one of them does not exist, or has another digest than the recipe says.
     """
     pinned = {
-        key: [_pin_reward(recipe, reward) for reward in getattr(recipe, key)]
+        key: [_pin_reward(recipe, reward, with_store) for reward in getattr(recipe, key)]
         for key in ("rewards", "guardrails")
     }
     # Only what changes: a key that is set counts in the digest of the recipe.
@@ -245,7 +249,9 @@ def pin_reward_models(recipe: Recipe) -> Recipe:
     }
     branches = {
         name: branch.model_copy(
-            update={"rewards": [_pin_reward(recipe, reward) for reward in branch.rewards]}
+            update={
+                "rewards": [_pin_reward(recipe, reward, with_store) for reward in branch.rewards]
+            }
         )
         if branch.rewards
         else branch
@@ -256,10 +262,13 @@ def pin_reward_models(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=update) if update else recipe
 
 
-def _pin_reward(recipe: Recipe, reward: RewardConfig) -> RewardConfig:
+def _pin_reward(recipe: Recipe, reward: RewardConfig, with_store: bool) -> RewardConfig:
     if not isinstance(reward, ModelRewardConfig) or not reward.is_registered:
         return reward
     store = reward.store or resolve_tracking_uri(recipe)
     version = find_reward_model(store, reward.uri)
     _require_digest(version, reward.uri, reward.digest)
-    return reward.model_copy(update={"uri": version.uri, "store": store, "digest": version.digest})
+    update = {"uri": version.uri, "digest": version.digest}
+    if with_store:
+        update["store"] = store
+    return reward.model_copy(update=update)

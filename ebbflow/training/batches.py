@@ -78,8 +78,11 @@ class ForwardInputs:
             self.conditioning.select_rows(self.sample_index[part]),
         )
 
-    def with_guidance(self, scale: float) -> ForwardInputs:
+    def with_guidance(self, scale: float, scale_2: float | None = None) -> ForwardInputs:
         """Return the same inputs under classifier-free guidance.
+
+        Args:
+            scale_2: of the transformer for low noise, of families with two.
 
         Raises:
             ValueError: there are no negative prompts.
@@ -89,9 +92,10 @@ class ForwardInputs:
                 f"guidance = {scale:g} needs negative prompts, and these samples were encoded"
                 " without"
             )
-        return replace(
-            self, conditioning=replace(self.conditioning, negative=self.negative, guidance=scale)
+        conditioning = replace(
+            self.conditioning, negative=self.negative, guidance=scale, guidance_2=scale_2
         )
+        return replace(self, conditioning=conditioning)
 
     def __len__(self) -> int:
         return len(self.sigma)

@@ -399,9 +399,8 @@ class PolicyUpdater:
         reference = self.stage.reference
         if reference.needs_guidance:
             # A guided reference is another prediction than the copy's: that is without guidance.
-            return _predict_velocities_of_copy(
-                self.policy, "reference", inputs.with_guidance(reference.guidance), slices
-            )
+            guided = inputs.with_guidance(reference.guidance, reference.guidance_2)
+            return _predict_velocities_of_copy(self.policy, "reference", guided, slices)
         return copies["reference"] if reference.weight > 0 else None
 
     def _update_following_copies(self, count: int) -> None:

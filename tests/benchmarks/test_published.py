@@ -26,6 +26,7 @@ from benchmarks.published import (
 from benchmarks.published_values import MISSING, extract_value
 from benchmarks.sources import Clones
 from ebbflow.recipe.algorithms import PublishedSetting
+from ebbflow.recipe.defaults import list_published_defaults
 from ebbflow.recipe.registry import ALGORITHMS
 
 YAML = """
@@ -34,6 +35,14 @@ train:
   small: 1e-5
   steps: [1, 2, 3]
   decay: "0-0.25-0.005-0.999"
+"""
+TOML = """
+[model.rl]
+beta = 0.01
+[[model.parts]]
+rate = 0.1
+[[model.parts]]
+rate = 0.2
 """
 PYTHON = '''
 config.train.beta = 1
@@ -83,6 +92,9 @@ accelerate launch --num_processes=2 train.py \\
         ("a.yaml", YAML, "train.steps", [1, 2, 3]),
         ("a.yaml", YAML, "train.absent", MISSING),
         ("a.yaml", YAML, "train.small.deeper", MISSING),
+        ("a.toml", TOML, "model.rl.beta", 0.01),
+        ("a.toml", TOML, "model.parts.1.rate", 0.2),
+        ("a.toml", TOML, "model.parts.2.rate", MISSING),
         ("a.py", PYTHON, "base: train.lr", 3e-4),
         ("a.py", PYTHON, "base: sizes", 48),
         ("a.py", PYTHON, "other: config.flag", True),
@@ -118,8 +130,8 @@ def test_a_value_is_read_by_the_kind_of_its_file(path, text, key, value):
 
 
 def test_other_files_are_refused():
-    with pytest.raises(ValueError, match=r"a\.toml: values are read from \.yaml, \.py"):
-        extract_value("", "a.toml", "key")
+    with pytest.raises(ValueError, match=r"a\.ini: values are read from \.yaml, \.toml, \.py"):
+        extract_value("", "a.ini", "key")
 
 
 def test_a_value_is_stated_as_a_recipe_states_it():
@@ -144,7 +156,7 @@ def test_values_are_equal_apart_from_rounding_and_not_from_their_type():
 def test_every_published_value_has_an_entry():
     data = read_data()
     assert find_gaps(data) == []
-    assert sum(len(config.published) for config in ALGORITHMS.values()) == sum(
+    assert sum(len(table.published) for table in list_published_defaults().values()) == sum(
         len(list_entries(group)) for group in data["algorithms"].values()
     )
 

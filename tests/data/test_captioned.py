@@ -9,7 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ebbflow.data.captioned import DataError, list_unlisted_files, read_captioned
+from ebbflow.data.captioned import (
+    DataError,
+    count_captioned,
+    list_unlisted_files,
+    read_captioned,
+)
 from ebbflow.data.sized_pictures import describe_data
 from ebbflow.recipe.data import DataConfig
 
@@ -62,7 +67,9 @@ def as_nested_parquet(folder):
 
 @pytest.mark.parametrize("write", [as_jsonl, as_csv, as_text_files, as_parquet, as_nested_parquet])
 def test_every_layout_gives_the_same_rows(tmp_path, write):
-    rows = list(read_captioned(write(tmp_path / "data")))
+    data = write(tmp_path / "data")
+    rows = list(read_captioned(data))
+    assert count_captioned(data) == 3
     assert [row.number for row in rows] == [0, 1, 2]
     assert [row.caption for row in rows] == CAPTIONS
     for row, colour in zip(rows, COLOURS, strict=True):

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from ebbflow.models import ModelError, predict
 from ebbflow.models.families.wan_a14b import EXPERTS
+from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of_folder
@@ -222,6 +223,29 @@ def test_a_batch_of_both_bands_has_both_scales(tiny):
     assert_equal_to_rounding(both[1:], predict_under(2.0, None)[1:])
     own = predict(model, latents, SIGMAS, replace(conditioning, guidance=3.0))
     assert_equal_to_rounding(own, predict_under(3.0, None))
+    two_of_its_own = replace(conditioning, guidance=3.0, guidance_2=1.5)
+    both = predict(model, latents, SIGMAS, two_of_its_own)
+    assert_equal_to_rounding(both[:1], predict_under(3.0, None)[:1])
+    assert_equal_to_rounding(both[1:], predict_under(1.5, None)[1:])
+
+
+@pytest.mark.parametrize(
+    ("family", "reference", "said"),
+    [
+        ("wan", {"guidance": 4, "guidance_2": 3, "weight": 0.1}, "wan has one transformer"),
+        ("wan_a14b", {"guidance_2": 3, "weight": 0.1}, "set reference.guidance above 1"),
+        ("wan_a14b", {"guidance": 4, "guidance_2": 3, "weight": 0}, "has no guidance"),
+    ],
+)
+def test_a_second_guidance_of_a_reference_has_an_effect_or_is_refused(family, reference, said):
+    stage = {"algorithm": {"name": "crd"}, "reference": reference}
+    recipe = {"model": {"family": family, "path": "/models/wan"}, "stages": [stage]}
+    with pytest.raises(ValidationError, match=said):
+        Recipe.model_validate(recipe)
+    usable = stage | {"reference": {"guidance": 4, "guidance_2": 3, "weight": 0.1}}
+    model = {"family": "wan_a14b", "path": "/models/wan"}
+    recipe = Recipe.model_validate({"model": model, "stages": [usable]})
+    assert recipe.stages[0].reference.guidance_2 == 3
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.models.base import Conditioning
 from ebbflow.offline import batches
-from ebbflow.offline.data import encode_data, import_data
+from ebbflow.offline.data import describe_encoding, encode_data, import_data
 from ebbflow.offline.shards import read_image_size, read_latents
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe, RecipeError
@@ -180,6 +180,23 @@ def test_the_digest_of_the_latents_follows_pictures_vae_and_sizes_alone(
     assert encoding(copy)[1] != same[1]
     Image.new("RGB", (70, 70)).save(copy / "3.png")
     assert encoding(copy)[0] != same[0]
+
+
+def test_latents_follow_the_code_of_a_family_of_the_users_own(base, photos, tmp_path, monkeypatch):
+    package = tmp_path / "mine"
+    package.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    ctx = context(base, photos)
+    model = ctx.recipe.model.model_copy(update={"family": "mine:Family"})
+    own = replace(ctx, recipe=ctx.recipe.model_copy(update={"model": model}))
+
+    def describe(code):
+        (package / "__init__.py").write_text(code)
+        return describe_encoding(own, own.config.captioned_data)
+
+    first = describe("class Family: scale = 1")
+    assert describe("class Family: scale = 2") != first
+    assert describe("class Family: scale = 1") == first
 
 
 def test_a_stage_trains_on_all_buckets_and_resumes_exactly(prepared, base, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from ebbflow.recipe.algorithms import EmaScheduleConfig, PublishedSetting, Sigma
 from ebbflow.recipe.defaults import (
     PAGE,
     list_default_values,
+    list_published_defaults,
     write_defaults_page,
     write_defaults_table,
 )
@@ -20,8 +21,9 @@ from ebbflow.recipe.optimizer_config import LearningRateScheduleConfig
 from ebbflow.recipe.registry import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]
-NAMES = [name for name, config in ALGORITHMS.items() if config.published]
-KEYS = [(name, key) for name in NAMES for key in ALGORITHMS[name].published]
+TABLES = list_published_defaults()
+NAMES = [name for name in TABLES if name in ALGORITHMS]
+KEYS = [(name, key) for name, table in TABLES.items() for key in table.published]
 WITHOUT_A_SOURCE = {"distillation"}
 """Algorithms that no code has with settings of its own."""
 NO_SETTINGS = {"name", "teacher", "teachers"}
@@ -46,13 +48,13 @@ UNTOUCHED |= {
 
 @pytest.mark.parametrize(("name", "key"), KEYS)
 def test_a_default_is_the_published_value_or_the_deviation_has_a_reason(name, key):
-    row = ALGORITHMS[name].published[key]
+    row = TABLES[name].published[key]
     assert row.source
     if row.ours:
         assert row.deviation
         assert row.ours != row.value
     else:
-        assert (list_default_values(ALGORITHMS[name])[key] == row.value) == (not row.deviation)
+        assert (TABLES[name].list_values()[key] == row.value) == (not row.deviation)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,8 +83,8 @@ def test_the_committed_page_is_the_codes_own():
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_command_prints_the_table_of_one_algorithm(name):
+@pytest.mark.parametrize("name", TABLES)
+def test_the_command_prints_one_table(name):
     printed = CliRunner().invoke(main, ["defaults", name]).output
     assert printed == write_defaults_table(name)
     assert printed in write_defaults_page()

@@ -131,6 +131,9 @@ def test_versions_replace_each_other_by_the_gate_and_recipes_pin_them(tmp_path, 
     unplaced = unpinned.model_copy(update={"rewards": [reward.model_copy(update={"store": None})]})
     assert list_unpinned_models(unplaced) == [reward.uri]
     assert pin_reward_models(unplaced).rewards == [reward]
+    # A recipe that is sent to another machine: that one adds its own address of the store.
+    (sent,) = pin_reward_models(unpinned, with_store=False).rewards
+    assert (sent.uri, sent.digest, sent.store) == (reward.uri, reward.digest, None)
 
 
 def test_a_model_that_rewards_hacked_pictures_is_not_promoted(tmp_path, labels):

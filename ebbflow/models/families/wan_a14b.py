@@ -63,9 +63,12 @@ class WanA14BModel(WanModel):
             )
 
     def _guidance_of_rows(self, sigma: Tensor, conditioning: Conditioning) -> float | Tensor:
-        # A teacher or a reference with a guidance of its own has one scale for both networks.
-        second = self.config.guidance_2
-        if second is None or conditioning.guidance != self.config.guidance:
+        second = conditioning.guidance_2
+        # A teacher or a reference with another guidance than the model's has its own second scale,
+        # or one for both networks.
+        if second is None and conditioning.guidance == self.config.guidance:
+            second = self.config.guidance_2
+        if second is None:
             return conditioning.guidance
         is_high = sigma >= self.pipeline.config.boundary_ratio
         scales = torch.where(is_high, conditioning.guidance, second)
