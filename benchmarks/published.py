@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks.published_values import MISSING, extract_value, parse_scalar
 from benchmarks.sources import Clones
-from ebbflow.models import load_adapter
+from ebbflow.models.families import load_adapter
 from ebbflow.models.sizes import build_meta_adapter
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.defaults import list_published_defaults

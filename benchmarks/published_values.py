@@ -29,9 +29,10 @@ def extract_value(text: str, path: str, key: str) -> Any:
     Args:
         text: the file.
         path: its path, whose ending says the kind: .yaml, .toml, .py, .sh or .md.
-        key: of YAML and TOML the dotted path (``train.learning_rate``, ``model.parts.2.rate``). Of
-            Python ``--flag``, an argparse default; ``Name(keyword)``, an argument of a call; ``name()``, what a function returns;
-            or the target of an assignment (``config.train.beta``), the last one. All three after
+        key: of YAML and TOML the dotted path (``train.learning_rate``, ``parts.2.rate``). Of
+            Python ``--flag``, an argparse default; ``Name(keyword)``, an argument of a call;
+            ``name()``, what a function returns; or the target of an assignment
+            (``config.train.beta``), the last one. All three after
             ``FUNCTION:`` are looked for in that function alone. Of a command the name of a flag
             (``--cfg``), of a setting (``data.seed`` of ``data.seed=42``) or of a variable.
 

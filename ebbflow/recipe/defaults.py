@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ebbflow.algorithms.imitation import ImitationConfig
 from ebbflow.recipe.algorithms import AlgorithmConfig, PublishedSetting
 from ebbflow.recipe.data import AnchorConfig
 from ebbflow.recipe.registry import ALGORITHMS
@@ -69,7 +68,7 @@ def list_published_defaults() -> dict[str, PublishedDefaults]:
     algorithms = {name: config for name, config in ALGORITHMS.items() if config.published}
     return {
         **{name: of_algorithm(config) for name, config in algorithms.items()},
-        "sft_on_data": PublishedDefaults("", ImitationConfig.data_published, _list_data_values),
+        "sft_on_data": PublishedDefaults("", ALGORITHMS["sft"].data_published, _list_data_values),
         "anchor": PublishedDefaults(
             AnchorConfig.paper, AnchorConfig.published, _list_anchor_values
         ),

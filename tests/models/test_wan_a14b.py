@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ebbflow.models import ModelError, predict
 from ebbflow.models.families.wan_a14b import EXPERTS
-from ebbflow.recipe import Recipe
+from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of_folder
@@ -240,7 +240,7 @@ def test_a_batch_of_both_bands_has_both_scales(tiny):
 def test_a_second_guidance_of_a_reference_has_an_effect_or_is_refused(family, reference, said):
     stage = {"algorithm": {"name": "crd"}, "reference": reference}
     recipe = {"model": {"family": family, "path": "/models/wan"}, "stages": [stage]}
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(RecipeError, match=said):
         Recipe.model_validate(recipe)
     usable = stage | {"reference": {"guidance": 4, "guidance_2": 3, "weight": 0.1}}
     model = {"family": "wan_a14b", "path": "/models/wan"}
