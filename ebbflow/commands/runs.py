@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -45,27 +46,32 @@ def runs(folder: Path) -> None:
 
 
 @click.command()
-@click.argument("first", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("second", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("first", metavar="RUN")
+@click.argument("second", metavar="RUN")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     help="The page; default: RUN-and-RUN.html.",
 )
-def compare(first: Path, second: Path, output: Path | None) -> None:
-    """Compare two runs, each the folder of a local run: what their recipes change, the curves of
-    their stages, held-out scores and pictures, on one HTML page.
+def compare(first: str, second: str, output: Path | None) -> None:
+    """Compare two runs, each the folder of a local run or the URI of a copy of one: what their
+    recipes change, the curves of their stages, held-out scores and pictures, on one HTML page.
 
     To compare their policies by the rules of the gate on the same noise, use `ebbflow evaluate`.
     """
     logger.info("drawing the curves and pictures of both runs")
     from ebbflow.comparison.run_page import write_run_page  # imports matplotlib
-    from ebbflow.comparison.runs import RunFolderError, find_recipe_differences, read_run_folder
+    from ebbflow.comparison.runs import RunFolderError, find_recipe_differences, open_run_folder
 
     try:
-        runs = [read_run_folder(path.resolve()) for path in (first, second)]
-        page = output or Path(f"{runs[0].name}-and-{runs[1].name}.html")
-        write_run_page(page, *runs)
+        with tempfile.TemporaryDirectory(prefix="ebbflow-compare-") as scratch:
+            runs = [
+                # Copies in two buckets may have the same name.
+                open_run_folder(named, Path(scratch) / str(number))
+                for number, named in enumerate((first, second))
+            ]
+            page = output or Path(f"{runs[0].name}-and-{runs[1].name}.html")
+            write_run_page(page, *runs)
     except (RunFolderError, OSError) as error:
         sys.exit(str(error))
     for key, *values in find_recipe_differences(*runs):

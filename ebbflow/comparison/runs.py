@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
 from ebbflow.data.schema import name_statistic_column
+from ebbflow.recipe.base import sanitize_text
+from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.report.pictures import HELD_OUT
 from ebbflow.run_list import RESOLVED_RECIPE
 from ebbflow.run_summary import SUMMARY, SummaryError, read_summary
@@ -21,8 +25,9 @@ from ebbflow.tracking.delivery import flatten_settings
 
 EVALUATION = "-evaluation"
 """How the folders of evaluations end, among the nodes of a run."""
-SAMPLES = "samples.parquet"
-METRICS = "metrics.json"
+SAMPLES_FILES = f"nodes/*{EVALUATION}/samples.parquet"
+METRICS_FILES = "nodes/*/metrics.json"
+"""Files in the folder of a run."""
 START = "before"
 """The label of the evaluation before training."""
 
@@ -60,6 +65,40 @@ class RunFolder:
         return candidate if candidate in self.evaluations else list(self.evaluations)[-1]
 
 
+def open_run_folder(named: str, scratch: Path) -> RunFolder:
+    """Read a run from its folder, or from a copy of its folder at a URI, of which only the files
+    that a comparison needs are downloaded.
+
+    Args:
+        scratch: an empty folder for these files; the caller keeps it as long as the run.
+
+    Raises:
+        RunFolderError: as ``read_run_folder``, or the URI cannot be read.
+    """
+    if "://" not in named:
+        return read_run_folder(Path(named).resolve())
+    shown_uri = redact_secrets(named)
+    folder = scratch / posixpath.basename(named.rstrip("/"))
+    try:
+        store, root = fsspec.core.url_to_fs(named.rstrip("/"))
+        for pattern in (RESOLVED_RECIPE, SUMMARY, METRICS_FILES, SAMPLES_FILES):
+            for file in store.glob(f"{root}/{pattern}"):
+                target = folder / posixpath.relpath(file, root)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                store.get_file(file, str(target))
+    except Exception as error:  # every store has errors of its own
+        reason = sanitize_text(redact_secrets(f"{type(error).__name__}: {error}"), 300)
+        raise RunFolderError(
+            f"{shown_uri} cannot be downloaded ({reason}); install the package of its store, such"
+            " as s3fs"
+        ) from error
+    if not (folder / RESOLVED_RECIPE).is_file():
+        raise RunFolderError(
+            f"{shown_uri} has no {RESOLVED_RECIPE}; name a copy of the folder of a local run"
+        )
+    return read_run_folder(folder)
+
+
 def read_run_folder(path: Path) -> RunFolder:
     """Read a run.
 
@@ -76,9 +115,9 @@ def read_run_folder(path: Path) -> RunFolder:
         summary = read_summary(path / SUMMARY) if (path / SUMMARY).is_file() else {}
         stages = {
             _read_label(file.parent.name): json.loads(file.read_text())
-            for file in sorted(path.glob(f"nodes/*/{METRICS}"))
+            for file in sorted(path.glob(METRICS_FILES))
         }
-        files = list(path.glob(f"nodes/*{EVALUATION}/{SAMPLES}"))
+        files = list(path.glob(SAMPLES_FILES))
         # The evaluation before training is the first; labels count rounds and stages.
         files.sort(key=lambda file: _order_label(file.parent.name.removesuffix(EVALUATION)))
         evaluations = {

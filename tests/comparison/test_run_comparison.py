@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -89,6 +90,24 @@ def test_the_page_has_recipes_curves_and_pictures_of_both_runs(
     assert "Reward, last values: first 0.475, second 0.675" in labels
     assert any("first 0.4, second 0.8" in label for label in labels)
     assert text.count('id="picture-') == 2 * 4
+
+
+def test_copies_of_runs_at_a_uri_give_the_same_page(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    first = make_run("first", 0.1)
+    second = make_run("second", 0.3)
+    store = fsspec.filesystem("memory")
+    store.put(str(first), "/bucket/runs/first", recursive=True)
+    pages = [tmp_path / "local.html", tmp_path / "copies.html"]
+    compare(first, second, "--output", pages[0])
+    result = compare("memory://bucket/runs/first/", f"file://{second}", "--output", pages[1])
+    assert result.exit_code == 0, result.output
+    assert pages[1].read_text() == pages[0].read_text()
+    missing = compare("memory://bucket/runs/other", second, "--output", pages[1])
+    assert missing.exit_code == 1
+    assert "memory://bucket/runs/other has no recipe.yaml" in missing.output
+    store.rm("/bucket", recursive=True)
 
 
 def test_a_prompt_counts_once_however_many_samples_it_has(make_run: Callable[..., Path]) -> None:
