@@ -30,8 +30,19 @@ PROMPTS = {"validation": 4, "held_out": 96}
 """A gain is proven at a share of a year's budget: that takes more steps and prompts than a gate
 that is asked once.
 """
+HELD_OUT_LETTER = "Z"
 NUM_ENDINGS = 12
 """Letters of which two follow the first one of a prompt."""
+
+
+def _write_prompts(address: str, beginning: str) -> None:
+    """Put a prompt file to an address; the letters of all its prompts have this beginning."""
+    endings = product(ascii_uppercase[:NUM_ENDINGS], repeat=2)
+    text = "".join(f"{beginning}{''.join(ending)}\n" for ending in endings)
+    plain = {"Content-Type": "text/plain"}
+    request = urllib.request.Request(address, text.encode(), plain, method="PUT")
+    with urllib.request.urlopen(request, timeout=60):
+        pass
 
 
 class Night(NamedTuple):
@@ -75,12 +86,7 @@ class Schedule:
 
     def write_prompts(self, beginning: str) -> None:
         """Replace the prompt file; the letters of all its prompts have this beginning."""
-        endings = product(ascii_uppercase[:NUM_ENDINGS], repeat=2)
-        text = "".join(f"{beginning}{''.join(ending)}\n" for ending in endings)
-        plain = {"Content-Type": "text/plain"}
-        request = urllib.request.Request(self.prompts, text.encode(), plain, method="PUT")
-        with urllib.request.urlopen(request, timeout=60):
-            pass
+        _write_prompts(self.prompts, beginning)
 
     def list_executions(self) -> list[Any]:
         """List the executions of the plan, the oldest first."""
@@ -163,21 +169,29 @@ def schedule(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Schedule]:
     """A schedule of the deployment file that fires every minute; it is not active yet."""
-    upload = flyte.remote.client.get_upload_signed_url(
-        flyte.project,
-        flyte.domain,
-        filename="prompts.txt",
-        filename_root=f"{flyte.run}-nights",
-        add_content_md5_metadata=False,
+    held_out, prompts = (
+        flyte.remote.client.get_upload_signed_url(
+            flyte.project,
+            flyte.domain,
+            filename=name,
+            filename_root=f"{flyte.run}-nights",
+            add_content_md5_metadata=False,
+        )
+        for name in ("held_out.txt", "prompts.txt")
     )
+    # The gate of a model keeps to its held-out prompts: they are no part of what changes.
+    _write_prompts(held_out.signed_url, HELD_OUT_LETTER)
     changes = build_promotable_changes(STAGE, policy={"start": "champion"})
-    changes["prompts"] = {"source": upload.native_url} | PROMPTS
+    changes["prompts"] = PROMPTS | {
+        "source": prompts.native_url,
+        "held_out_source": held_out.native_url,
+    }
     recipe = make_recipe("nights", **with_approval(changes))
     file = tmp_path_factory.mktemp("nights") / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True)))
     name = f"{flyte.run.replace('-', '_')}_nights"
     version = register(schedules=[{"name": name, "recipe": str(file), "cron": "* * * * *"}])
-    schedule = Schedule(flyte, name, version, upload.signed_url)
+    schedule = Schedule(flyte, name, version, prompts.signed_url)
     yield schedule
     schedule.activate(False)
 
