@@ -23,6 +23,7 @@ def build_cpu_image(registry: str) -> ImageSpec:
         copy=[
             "pyproject.toml",
             "constraints.txt",
+            "containers/environment/first_process.pth",
             "README.md",
             "LICENSE",
             "NOTICE",
@@ -34,6 +35,8 @@ def build_cpu_image(registry: str) -> ImageSpec:
         commands=[
             "cd /root && uv pip install --torch-backend cpu --constraints constraints.txt"
             " --config-settings editable_mode=compat --editable '.[all]'"
+            " && cp containers/environment/first_process.pth"
+            " /usr/local/lib/python3.11/site-packages",
         ],
         env={"MLFLOW_DISABLE_TELEMETRY": "true"},
         # Otherwise Flyte copies only the modules that registering loads, and the image gets another

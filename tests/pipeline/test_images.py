@@ -207,6 +207,12 @@ def test_the_images_of_ray_pods_have_what_its_operator_probes_them_with(image: s
     assert " wget " in install
 
 
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
+def test_the_first_process_of_an_image_ends_at_sigterm_from_its_start(file: Path) -> None:
+    target = "/usr/local/lib/python3.11/site-packages/first_process.pth"
+    assert _copied(file)[target] == Path("containers/environment/first_process.pth")
+
+
 def test_the_builder_gets_what_the_dockerfiles_copy_and_nothing_else() -> None:
     sent = {
         line.removeprefix("!")
@@ -232,7 +238,9 @@ def test_flyte_builds_the_cpu_image_from_the_same_files(
         for instruction in _instructions(ROOT / "containers" / "base.Dockerfile")
     )
     copied = _copied(ROOT / "containers" / "base.Dockerfile")
-    assert all((tmp_path / path).exists() for path in copied if not path.startswith("containers/"))
+    # What installs uv is in the requirements.
+    sources = [source for source in copied.values() if source.name != "uv.txt"]
+    assert all((tmp_path / source).exists() for source in sources)
     assert (tmp_path / "ebbflow" / "datasets" / "signs" / "prompts.txt").is_file()
     assert (ROOT / "containers" / "uv.txt").read_text().strip() in (
         tmp_path / "requirements_uv.txt"
@@ -240,6 +248,7 @@ def test_flyte_builds_the_cpu_image_from_the_same_files(
     assert all(
         " --torch-backend cpu --constraints constraints.txt " in text for text in (written, base)
     )
+    assert "first_process.pth /usr/local/lib/python3.11/site-packages" in written
     assert all(
         "tesseract-ocr" in text and "wget" in text and "MLFLOW_DISABLE_TELEMETRY=true" in text
         for text in (written, base)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import site
+from collections.abc import Callable
 
 import pytest
 from flytekit.exceptions.user import FlyteRecoverableException
@@ -11,17 +13,26 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from ebbflow.training.stop_conditions import handle_sigterm
 from tasks.elastic import GracefulElastic, GracefulElasticTask
 from tasks.preemption import LOST_MACHINE, end_at_sigterm, retry_on_errors
+from tests.pipeline.conftest import ROOT
+
+FIRST_PROCESS = ROOT / "containers" / "environment" / "first_process.pth"
 
 
+def _start_python() -> None:
+    """Do what an image's Python does at its start, before it imports anything of ours."""
+    site.addpackage(str(FIRST_PROCESS.parent), FIRST_PROCESS.name, set())
+
+
+@pytest.mark.parametrize("prepare", [end_at_sigterm, _start_python])
 @pytest.mark.parametrize(("pid", "code"), [(1, LOST_MACHINE), (7, -signal.SIGTERM)])
 def test_a_sigterm_ends_the_first_process(
-    monkeypatch: pytest.MonkeyPatch, pid: int, code: int
+    monkeypatch: pytest.MonkeyPatch, pid: int, code: int, prepare: Callable[[], None]
 ) -> None:
     child = os.fork()
     if not child:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         monkeypatch.setattr(os, "getpid", lambda: pid)
-        end_at_sigterm()
+        prepare()
         signal.raise_signal(signal.SIGTERM)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
