@@ -30,11 +30,17 @@ def make_recipe(rewards: list[str] | None = None, **margins: float | None) -> Re
     )
 
 
-def table(spread: float = 0.0, missing: int = 0, seed: int = 1, **means: float | None) -> pa.Table:
+def table(
+    spread: float = 0.0,
+    missing: int = 0,
+    seed: int = 1,
+    prompts: int = PROMPTS,
+    **means: float | None,
+) -> pa.Table:
     """An evaluation whose statistics have the standard deviation ``spread`` over the prompts; the
     first ``missing`` lack them.
     """
-    draws = np.random.default_rng(seed).normal(0, 1, PROMPTS)
+    draws = np.random.default_rng(seed).normal(0, 1, prompts)
     draws = (draws - draws.mean()) / draws.std(ddof=1)
     rows = [
         {
@@ -52,7 +58,7 @@ def table(spread: float = 0.0, missing: int = 0, seed: int = 1, **means: float |
             else mean + spread * draws[i]
             for name, mean in means.items()
         }
-        for i in range(PROMPTS)
+        for i in range(prompts)
     ]
     return pa.Table.from_pylist(rows, schema=build_evaluation_schema(["reward"], list(means)))
 
@@ -87,6 +93,28 @@ def test_a_statistic_may_move_by_its_margin_in_the_direction_that_is_feared(
     reasons = refused(findings)
     assert (not reasons) == passes
     assert all(f"promotion.margins.{name}" in reasons[0] for name in changed if reasons)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "moved", "passes"),
+    [
+        ("diversity_across_prompts", -1.41, True),
+        ("diversity_across_prompts", -1.65, False),
+        ("entropy", 2.62, True),
+        ("entropy", 3.62, False),
+    ],
+)
+def test_default_margins_tell_the_widest_honest_move_from_planted_ones(
+    statistic: str, moved: float, passes: bool
+) -> None:
+    """Moves of runs of ``benchmarks.reward_hacking``, in standard deviations of its 96 prompts."""
+    margin = Recipe().promotion.margins.model_dump()[statistic]
+    recipe = make_recipe(**(dict.fromkeys(MARGINS) | {statistic: margin}))
+    spread = 0.03
+    champion = table(spread, prompts=96, **{statistic: 0.5})
+    # The paired differences have a standard deviation of 1.2 spreads, as in those runs.
+    candidate = table(0.6 * spread, seed=2, prompts=96, **{statistic: 0.5 + moved * spread})
+    assert (not refused(check_statistics(recipe, candidate, champion))) == passes
 
 
 def test_a_small_change_that_is_not_proven_keeps_the_candidate_back() -> None:
