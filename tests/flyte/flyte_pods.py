@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -38,11 +37,6 @@ class PodKiller:
         self.api = api
         self.deleted: dict[str, str] = {}
         """Names of the deleted pods, by their tasks."""
-        self.deleted_at: dict[str, tuple[str, float]] = {}
-        """The unique id of each deleted pod and when it was deleted, by its task, until it is
-        gone."""
-        self.seconds: dict[str, float] = {}
-        """From the deletion of a pod until it was gone, by its task."""
         self.ended: set[str] = set()
         """Unique ids of pods that have succeeded and been looked at."""
         self.logs: dict[str, dict[str, str]] = {}
@@ -54,9 +48,7 @@ class PodKiller:
             # A busy apiserver that does not answer in time is asked again.
             with suppress(ApiException, HTTPError):
                 # One request for all tasks: reading the answer is what costs.
-                pods = self.list_pods(self.execution, "")
-                self._measure_deletions({pod.metadata.uid for pod in pods})
-                for pod in pods:
+                for pod in self.list_pods(self.execution, ""):
                     for task in self.triggers:
                         if runs_task(pod, task):
                             self._look_at(task, pod)
@@ -85,14 +77,6 @@ class PodKiller:
         if task not in self.deleted and pod.status.phase == "Running" and trigger in log:
             self.api.delete_namespaced_pod(name, pod.metadata.namespace)
             self.deleted[task] = name
-            self.deleted_at[task] = (uid, time.monotonic())
-
-    def _measure_deletions(self, uids: set[str]) -> None:
-        """Measure how long deleted pods were there; ``uids`` are those of all pods now."""
-        for task, (uid, start) in list(self.deleted_at.items()):
-            if uid not in uids:
-                self.seconds[task] = time.monotonic() - start
-                del self.deleted_at[task]
 
 
 @contextmanager

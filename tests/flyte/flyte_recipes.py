@@ -19,11 +19,6 @@ ONLINE: dict[str, Any] = {
     "group_size": 8,
     "micro_batch": 32,
 }
-SHARE = {"cpus": 0.3}
-ON_RAY = ONLINE | {
-    "placement": "ray",
-    "resources": {"training": SHARE, "rollout": SHARE, "reward": SHARE},
-}
 OFFLINE: dict[str, Any] = {
     "kind": "offline",
     "prompts": 4,
