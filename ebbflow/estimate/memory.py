@@ -24,7 +24,8 @@ activations    n s h L 34 b / 2 (2205.05198, without the scores that flash atten
                feed-forward layer before and after its nonlinearity; or the VAE while it decodes, if
                that is more. Where adapters are merged to generate
                (``Policy.merged_weight_bytes``), 4 bytes for each element of the weights that they
-               adapt. On the gradient of the reward also the VAE while
+               adapt. With ``rollout_cache`` n s h b for each output that it keeps: 2 or 3, and of
+               ``taylor_seer`` (order + 1) L. On the gradient of the reward also the VAE while
                it decodes with gradient, and of the network of each reward n s h L 34 b / 2 for the
                image; of several steps with gradient, which are repeated, the larger of
                the two. With ``reuse_rollout_forward`` what is kept for all trained steps of all
@@ -435,16 +436,20 @@ class ProcessMemory:
         merges = config.engine == "diffusers" and (
             config.kind != "online" or not config.window or bool(config.validation)
         )
-        merged = self.merged_weight_bytes(precision) if merges else 0
-        return self._generation_bytes(samples, config.micro_batch, precision, merged)
+        extra = self.merged_weight_bytes(precision) if merges else 0
+        if config.rollout_cache:
+            kept = config.rollout_cache.count_kept_outputs(self.sizes.blocks)
+            outputs = self.sample.tokens * self.sizes.width * BYTES[precision] * kept
+            extra += min(samples, config.micro_batch) * self.sample.passes * outputs
+        return self._generation_bytes(samples, config.micro_batch, precision, extra)
 
     def _generation_bytes(
-        self, samples: int, at_once: int, precision: Precision, merged: int = 0
+        self, samples: int, at_once: int, precision: Precision, extra: int = 0
     ) -> int:
-        """Return the bytes of the denoising network with ``merged`` bytes of weights, or of the
-        VAE that decodes after it, whichever is more.
+        """Return the bytes of the denoising network with ``extra`` bytes of merged weights and
+        kept features, or of the VAE that decodes after it, whichever is more.
         """
-        network = merged + min(samples, at_once) * inference_bytes(
+        network = extra + min(samples, at_once) * inference_bytes(
             self.sizes.width, self.sample.tokens, precision
         )
         decoded = min(samples, max(1, PIXELS_AT_ONCE // self.sample.pixels)) * self.sample.pixels

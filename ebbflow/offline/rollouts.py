@@ -246,7 +246,13 @@ def _generate_groups(
             conditioning = encode([prompt for prompt in part for _ in range(config.group_size)])
             if start == 0 and config.engine != "diffusers":
                 _check_engine(ctx, policy, engine, conditioning, keys)
-            rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
+            # The recipe rejects a cache with another engine, whose network is elsewhere.
+            if isinstance(engine, Diffusers):
+                rollouts, pictures = engine.generate(
+                    conditioning, keys, config.sampler, cache=config.rollout_cache
+                )
+            else:
+                rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
             latents = rollouts.latents.to("cpu")
         # Outside the phase: a generator waits here while its caller is busy.
         progress.update(len(keys))

@@ -19,6 +19,7 @@ from ebbflow.models import Conditioning
 from ebbflow.models.base import Size
 from ebbflow.online.tracing import TraceSpan
 from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.rollout_cache import FeatureCacheConfig
 from ebbflow.rewards.combine import ScoreTable
 
 Handle = Any
@@ -42,6 +43,7 @@ class RolloutRequest:
         sample_index: integer [N], the row of ``conditioning`` of each sample.
         plan: which denoising steps are stochastic and trained.
         size: height and width of the images; None: those of the model.
+        cache: of features, for samples to train on; a validation has none.
         task: name of the call in the timeline.
         profiled: whether to profile the call.
     """
@@ -56,6 +58,7 @@ class RolloutRequest:
     task: str = "rollout"
     profiled: bool = False
     size: Size | None = None
+    cache: FeatureCacheConfig | None = None
 
     @property
     def tree_nodes(self) -> np.ndarray:

@@ -312,6 +312,7 @@ class RolloutQueue:
                 plan=plan,
                 profiled=profiled,
                 size=size,
+                cache=ctx.online_config.rollout_cache,
             )
             requests.append(request)
         return requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,20 +47,20 @@ class RolloutWorker:
         # A request names its weights, so a worker that was replaced loads them with its first one.
         receive_seconds = self._load_weights(weights, request.step)
         sized: AbstractContextManager[None] = nullcontext()
-        if request.size:
+        generate: Callable[..., tuple[Rollouts, np.ndarray]] = self.engine.generate
+        if request.size or request.cache:
             assert isinstance(self.engine, Diffusers), (
-                "the recipe rejects several sizes of other engines"
+                "the recipe rejects several sizes and caches of other engines"
             )
             sized = generate_in_size(self.engine.policy.model, request.size)
+            generate = partial(self.engine.generate, cache=request.cache)
         with (
             self.timer.time_task(request.task, request.step, request.profiled),
             sized,
         ):
             # One row per prompt travels; here it is repeated for every sample.
             conditioning = request.conditioning.select_rows(torch.from_numpy(request.sample_index))
-            rollouts, images = self.engine.generate(
-                conditioning, request.keys, request.sampler, request.plan
-            )
+            rollouts, images = generate(conditioning, request.keys, request.sampler, request.plan)
         report = RolloutReport(
             weights.version,
             receive_seconds,

@@ -175,7 +175,8 @@ def explain_validation_error(
         key = format_path(loc) if loc else model.__name__.lower()
         setting = "" if _is_hidden(problem, loc, value) else f" = {shorten_value(value)}"
         explanation = redact_secrets(_explain_problem(problem, model))
-        reason = "\n".join(map(sanitize_text, explanation.splitlines()))
+        # The names of an online stage's keys alone are more than 500 characters.
+        reason = "\n".join(sanitize_text(line, 800) for line in explanation.splitlines())
         lines.append(f"{locate(loc)}{key}{setting}: {reason}")
         if len(lines) == MAX_PROBLEMS < len(problems):
             return "\n".join([*lines, f"... and more, {len(problems)} in all"])

@@ -36,6 +36,8 @@ class Family:
             with them.
         vllm_omni: ``package.module:NAME`` of its network in vLLM-Omni's environment
             (``containers/vllm_omni``); None: the engine cannot generate with it.
+        feature_caches: the names of ``rollout_cache`` whose hooks of diffusers fit its network
+            (``tests/rollouts/test_cached_families.py``).
         trains_base_model: whether the adapter loads the base model that a run trains from scratch
             where ``model.path`` is not set: the glyph model that ``model.training`` describes.
         has_fixed_size: whether it generates the size that it was trained on and no other; a recipe
@@ -54,6 +56,7 @@ class Family:
     experts: bool = False
     diffusers: bool = True
     vllm_omni: str | None = None
+    feature_caches: tuple[str, ...] = ()
     trains_base_model: bool = False
     has_fixed_size: bool = False
     unsupported_keys: tuple[str, ...] = ()

@@ -44,6 +44,8 @@ class AlgorithmKind:
             latents and advantages.
         records_trajectory: rollouts record the steps of a window with their log-probs, and a row is
             a step of a sample instead of a sample.
+        trains_on_any_samples: its losses take final latents as they are, whoever generated them, so
+            that rollouts may approximate the policy (``ebbflow.recipe.rollout_cache``).
         is_unguided: its losses are on the prediction without classifier-free guidance.
         needs_reward_gradient: training loads the rewards, which must be differentiable.
         trains_student: it makes a student of few steps, with a fake score network beside the
@@ -55,6 +57,7 @@ class AlgorithmKind:
     default_penalty: ClassVar[str] = "velocity"
     can_be_offline: ClassVar[bool] = False
     records_trajectory: ClassVar[bool] = False
+    trains_on_any_samples: ClassVar[bool] = False
     is_unguided: ClassVar[bool] = False
     needs_reward_gradient: ClassVar[bool] = False
     trains_student: ClassVar[bool] = False

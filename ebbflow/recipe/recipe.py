@@ -63,6 +63,7 @@ from ebbflow.recipe.stage_checks import (
     check_guidance_is_optional,
     check_guided_references,
     check_optimizer_states,
+    check_rollout_caches,
     check_rollout_precision,
     check_shares_of_prompt_sets,
     check_weights_until_update,
@@ -205,6 +206,7 @@ class Recipe(Strict):
         check_weights_until_update(self.stages, self.model)
         check_optimizer_states(self.stages, self.model)
         check_engines_support_model(self.stages, self.model, self.policy)
+        check_rollout_caches(self.stages, self.model)
         check_guided_references(self.stages, self.model)
         self._check_deterministic_kernels()
         check_guidance_is_optional(self.stages, self.model)

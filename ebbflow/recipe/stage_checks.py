@@ -113,6 +113,32 @@ def check_engines_support_model(
         )
 
 
+def check_rollout_caches(stages: Sequence[StageConfig], model: ModelConfig) -> None:
+    """Check that the network can generate with the feature cache of each stage.
+
+    Raises:
+        ValueError: it cannot; names the stage and the fix.
+    """
+    family = find_family(model.family)
+    for index, stage in enumerate(stages):
+        cache = stage.rollout_cache
+        if cache is None:
+            continue
+        key = f"stages.{index}.rollout_cache.name = {cache.name!r}"
+        if model.compile == "blocks":
+            raise ValueError(
+                f"{key} is decided in every step, which compiled blocks cannot; set model.compile:"
+                " off, or leave rollout_cache out"
+            )
+        # A family of the user's own without a record: the rollout finds out.
+        if family is not None and cache.name not in family.feature_caches:
+            fitting = ", ".join(family.feature_caches)
+            raise ValueError(
+                f"{key} does not fit the network of model.family = {model.family!r};"
+                f" {f'take {fitting}, or leave' if fitting else 'leave'} rollout_cache out"
+            )
+
+
 def check_guided_references(stages: Sequence[StageConfig], model: ModelConfig) -> None:
     """Check that a reference under guidance has a model with guidance, and one with two scales of
     it a model with two transformers.

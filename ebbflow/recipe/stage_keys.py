@@ -26,6 +26,7 @@ from ebbflow.recipe.model import Precision
 from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.recipe.plugins import describe_choices, validate_name_or_path
 from ebbflow.recipe.registry import AnyAlgorithmConfig
+from ebbflow.recipe.rollout_cache import RolloutCacheConfig
 
 
 class CheckpointsConfig(Strict):
@@ -91,6 +92,9 @@ class GenerationKeys(Strict):
     """Parity gate of an engine other than ``diffusers``."""
     rollout_precision: Precision | None = None
     """Precision of the network during rollouts. Default: ``model.precision``."""
+    rollout_cache: RolloutCacheConfig | None = None
+    """Feature cache of rollouts: faster samples that approximate the policy's, for algorithms
+    without a ratio (docs/online.md). Validation and evaluation never use it. Default: none."""
 
 
 class LimitKeys(Strict):

@@ -16,6 +16,7 @@ from ebbflow.models.base import Conditioning, device_of
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.plugins import check_members, import_object
+from ebbflow.recipe.rollout_cache import FeatureCacheConfig
 from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify_committed_folder
@@ -105,7 +106,9 @@ class Diffusers:
         keys: SampleKeys,
         sampler: SamplerConfig,
         plan: Plan | None = None,
+        cache: FeatureCacheConfig | None = None,
     ) -> tuple[Rollouts, np.ndarray]:
+        """As the protocol; ``cache`` as of ``generate_samples``, for samples to train on."""
         model = self.policy.model
         # Requests carry their conditioning on the CPU, as they travel between processes.
         conditioning = conditioning.to(device_of(model))
@@ -123,6 +126,7 @@ class Diffusers:
                 self.micro_batch,
                 self.precision,
                 self.with_graph,
+                cache,
             )
         # As many at once as were denoised: a convolution may take another kernel for another batch
         # size, as on Intel CPUs.

@@ -27,7 +27,9 @@ from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.passes import split_into_equal_passes
+from ebbflow.recipe.rollout_cache import FeatureCacheConfig
 from ebbflow.recipe.samplers import STOCHASTIC_SAMPLERS
+from ebbflow.rollouts.feature_cache import cache_features
 from ebbflow.training.rollout_forward import RolloutVelocities
 
 EULER = "ode"
@@ -111,6 +113,7 @@ def generate_samples(
     micro_batch: int = 64,
     precision: Precision | None = None,
     with_graph: bool = False,
+    cache: FeatureCacheConfig | None = None,
 ) -> Rollouts:
     """Denoise one sample per row of ``conditioning``.
 
@@ -126,10 +129,18 @@ def generate_samples(
         precision: that of the network, by default the model's; latents, means and log-probs are
             fp32 always.
         with_graph: whether to predict the trained steps with gradient and keep their graphs.
+        cache: of features, for faster samples that approximate the model's; each micro-batch has
+            a state of its own, and which steps it skips depends on all rows of the micro-batch.
 
     Raises:
-        ValueError: a plan for a deterministic sampler.
+        ValueError: a plan for a deterministic sampler, or with a cache.
+        ModelError: the cache does not fit the network.
     """
+    if plan is not None and cache is not None:
+        raise ValueError(
+            "the log-probabilities of a plan are those of the network, and the cache"
+            f" {cache.name!r} approximates it; leave one of them out"
+        )
     if plan is not None and find_sampler(sampler.name).eta is None:
         raise ValueError(
             f"a step of the deterministic sampler {sampler.name!r} has no log-probability that a"
@@ -144,11 +155,12 @@ def generate_samples(
     for part in split_into_equal_passes(len(keys), micro_batch):
         part_conditioning = conditioning.select_rows(part)
         part_keys = keys.select_samples(part)
-        parts.append(
-            _denoise_micro_batch(
-                model, part_conditioning, part_keys, sampler, steps, plan, precision, with_graph
+        with cache_features(model, cache, len(steps.solvers), precision):
+            parts.append(
+                _denoise_micro_batch(
+                    model, part_conditioning, part_keys, sampler, steps, plan, precision, with_graph
+                )
             )
-        )
     return join_rollouts(parts)
 
 

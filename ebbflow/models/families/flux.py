@@ -20,6 +20,7 @@ FAMILY = Family(
     adapter="FluxModel",
     guided=False,
     vllm_omni="ebbflow_vllm_omni.networks:FLUX",
+    feature_caches=("first_block", "taylor_seer", "mag"),
 )
 FLUX_DEV = {
     "transformer": Part("diffusers", "FluxTransformer2DModel", {"guidance_embeds": True}),

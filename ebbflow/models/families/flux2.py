@@ -30,6 +30,7 @@ FAMILY = Family(
     adapter="Flux2Model",
     guided=False,
     vllm_omni="ebbflow_vllm_omni.networks:FLUX2",
+    feature_caches=("taylor_seer", "mag"),
 )
 FLUX2_VAE = Part("diffusers", "AutoencoderKLFlux2", {})
 FLUX2_DEV = {

@@ -14,7 +14,12 @@ from ebbflow.models.families.flux2 import Flux2Model, token_positions
 from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="Flux2EditModel", guided=False, edits_images=True)
+FAMILY = Family(
+    adapter="Flux2EditModel",
+    guided=False,
+    edits_images=True,
+    feature_caches=("taylor_seer", "mag"),
+)
 MAX_PIXELS = 1024 * 1024
 """The pipeline scales larger images to edit down to about so many."""
 

@@ -15,7 +15,10 @@ from ebbflow.models.published import QWEN3_4B, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="Flux2KleinModel")
+FAMILY = Family(
+    adapter="Flux2KleinModel",
+    feature_caches=("taylor_seer", "mag"),
+)
 QWEN3_8B = QWEN3_4B | {
     "hidden_size": 4096,
     "intermediate_size": 12288,

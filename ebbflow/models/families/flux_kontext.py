@@ -16,7 +16,12 @@ from ebbflow.models.families.flux import FLUX_DEV, FluxModel, token_positions
 from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="FluxKontextModel", guided=False, edits_images=True)
+FAMILY = Family(
+    adapter="FluxKontextModel",
+    guided=False,
+    edits_images=True,
+    feature_caches=("first_block", "taylor_seer", "mag"),
+)
 
 
 class FluxKontextModel(EditsImages, FluxModel):

@@ -48,6 +48,7 @@ FAMILY = Family(
     trains_base_model=True,
     has_fixed_size=True,
     unsupported_keys=("frames", "guidance", "max_tokens", "attention"),
+    feature_caches=("first_block", "taylor_seer", "mag"),
 )
 ALPHABET = CHARACTERS["capitals"]
 PIXEL_SHIFT = 0.55

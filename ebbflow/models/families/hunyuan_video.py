@@ -18,7 +18,11 @@ from ebbflow.models.published import CLIP_L, Part, Published
 from ebbflow.models.videos import DrawsVideos
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="HunyuanVideoModel", guided=False)
+FAMILY = Family(
+    adapter="HunyuanVideoModel",
+    guided=False,
+    feature_caches=("first_block", "taylor_seer", "mag"),
+)
 LLAMA_8B = {
     "vocab_size": 128320,
     "hidden_size": 4096,

@@ -20,7 +20,10 @@ from ebbflow.models.videos import DrawsVideos
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="LTXVideoModel")
+FAMILY = Family(
+    adapter="LTXVideoModel",
+    feature_caches=("first_block", "taylor_seer", "mag"),
+)
 PUBLISHED: Published = {
     "Lightricks/LTX-Video": {
         "transformer": Part("diffusers", "LTXVideoTransformer3DModel", {}),

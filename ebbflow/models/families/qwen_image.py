@@ -25,6 +25,7 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="QwenImageModel",
     vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE",
+    feature_caches=("first_block", "taylor_seer", "mag"),
 )
 QWEN_VL_7B = {
     "text_config": {

@@ -20,7 +20,11 @@ from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="QwenImageEditModel", edits_images=True)
+FAMILY = Family(
+    adapter="QwenImageEditModel",
+    edits_images=True,
+    feature_caches=("first_block", "taylor_seer", "mag"),
+)
 PIXELS_PER_TOKEN = 28 * 28
 """Qwen2.5-VL (2502.13923) makes a token of a square of 28 pixels."""
 

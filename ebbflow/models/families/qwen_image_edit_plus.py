@@ -11,7 +11,11 @@ from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, mask_or_no
 from ebbflow.models.families.qwen_image_edit import PIXELS_PER_TOKEN, QwenImageEditModel
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="QwenImageEditPlusModel", edits_images=True)
+FAMILY = Family(
+    adapter="QwenImageEditPlusModel",
+    edits_images=True,
+    feature_caches=("first_block", "taylor_seer", "mag"),
+)
 
 
 class QwenImageEditPlusModel(QwenImageEditModel):

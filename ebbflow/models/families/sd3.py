@@ -17,7 +17,11 @@ from ebbflow.models.pipeline import JOINT_ATTENTION, PipelineModel, dynamic_shif
 from ebbflow.models.published import CLIP_G, CLIP_L, IMAGE_VAE, T5_XXL, Part, Published
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="SD3Model", vllm_omni="ebbflow_vllm_omni.networks:SD3")
+FAMILY = Family(
+    adapter="SD3Model",
+    vllm_omni="ebbflow_vllm_omni.networks:SD3",
+    feature_caches=("first_block", "taylor_seer", "mag"),
+)
 CLIP_TOKENS = 77
 """Tokens that the two CLIP encoders make of every prompt; they come before T5's."""
 

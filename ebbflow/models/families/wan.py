@@ -20,7 +20,10 @@ from ebbflow.models.videos import DrawsVideos
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="WanModel")
+FAMILY = Family(
+    adapter="WanModel",
+    feature_caches=("first_block", "taylor_seer", "mag"),
+)
 PUBLISHED: Published = {
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
         "transformer": Part(

@@ -17,7 +17,11 @@ from ebbflow.models.published import XXL, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="WanA14BModel", experts=True)
+FAMILY = Family(
+    adapter="WanA14BModel",
+    experts=True,
+    feature_caches=("first_block", "taylor_seer"),
+)
 EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 NETWORK = Part("diffusers", "WanTransformer3DModel", {}, bytes=4)
 OTHERS = {

@@ -18,7 +18,12 @@ from ebbflow.models.families.wan_a14b import OTHERS, WanA14BModel
 from ebbflow.models.published import Part
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="WanI2VModel", edits_images=True, experts=True)
+FAMILY = Family(
+    adapter="WanI2VModel",
+    edits_images=True,
+    experts=True,
+    feature_caches=("first_block", "taylor_seer"),
+)
 NETWORK = Part("diffusers", "WanTransformer3DModel", {"in_channels": 36}, bytes=4)
 
 

@@ -26,6 +26,7 @@ class DirectAlignKind(RewardGradientKind):
 
     name: ClassVar = "direct_align"
     config_class: ClassVar = DirectAlignConfig
+    trains_on_any_samples: ClassVar = True
 
     def rows_per_entry(self, hyper: DirectAlignConfig) -> int:
         return hyper.rows_per_sample

@@ -29,6 +29,7 @@ class ForwardKind(TrainableKind):
     name: ClassVar = "forward"
     config_class: ClassVar = ForwardConfig
     can_be_offline: ClassVar = True
+    trains_on_any_samples: ClassVar = True
     is_unguided: ClassVar = True
 
     def check_stage(self, stage: StageConfig) -> None:

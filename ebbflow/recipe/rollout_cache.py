@@ -1,0 +1,137 @@
+"""Feature caches of rollouts: what they skip, and which algorithms may train on their samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ebbflow.recipe.base import Strict
+
+RATIO_REASON = "takes a ratio against the log-probs of the rollout, which must be the policy's own"
+REPEATED_REASON = (
+    "generates the samples of the rollout again to train on them, and would train on other samples"
+    " than the rewards scored"
+)
+
+
+class FeatureCacheConfig(Strict):
+    """What every cache has.
+
+    Attributes:
+        name: what ``rollout_cache.name`` says.
+        is_lossless: whether the samples are those without the cache, up to rounding. A lossless
+            accelerator is for all algorithms.
+    """
+
+    is_lossless: ClassVar[bool] = False
+
+    name: str
+
+    def count_kept_outputs(self, blocks: int) -> int:
+        """Return how many outputs of a block or layer, [tokens, width], a sample keeps between
+        steps, for the estimate of memory.
+
+        Args:
+            blocks: of the network.
+        """
+        raise NotImplementedError
+
+
+class FirstBlockCacheConfig(FeatureCacheConfig):
+    """First-block cache (ParaAttention): compute the first block; where its residual has hardly
+    changed since the last full step, add the residual that the other blocks had there."""
+
+    name: Literal["first_block"] = "first_block"
+    threshold: float = Field(0.05, gt=0)
+    """Largest relative change of the first block's residual, mean(|r - r_last|) / mean(|r_last|)
+    over a micro-batch, at which the other blocks are skipped."""
+
+    def count_kept_outputs(self, blocks: int) -> int:
+        # The output and the residual of the first block, and the residual of all others.
+        return 3
+
+
+class TaylorSeerCacheConfig(FeatureCacheConfig):
+    """TaylorSeer (2503.06923): extrapolate the output of every attention layer from its last full
+    steps, by a Taylor series in the index of the step."""
+
+    name: Literal["taylor_seer"] = "taylor_seer"
+    interval: int = Field(4, ge=2)
+    """Denoising steps from one full step to the next."""
+    warmup: int = Field(2, ge=1)
+    """First denoising steps, which are all full. At least ``order`` + 1 of them are useful."""
+    order: int = Field(1, ge=0, le=4)
+    """Order of the series. Each layer keeps ``order`` + 1 outputs in memory."""
+
+    def count_kept_outputs(self, blocks: int) -> int:
+        return blocks * (self.order + 1)
+
+
+class MagCacheConfig(FeatureCacheConfig):
+    """MagCache (2506.09045): skip all blocks and add their last residual, while the known decay of
+    its size keeps the estimated error small."""
+
+    name: Literal["mag"] = "mag"
+    ratios: list[float] = Field(min_length=2)
+    """For each denoising step the mean size of the residual of all blocks, divided by that of the
+    step before; the first is 1. They depend on the model:
+    ``ebbflow.rollouts.mag_ratios.measure_mag_ratios`` measures them. Others than
+    ``sampler.steps`` are interpolated."""
+    threshold: float = Field(0.06, gt=0)
+    """Largest accumulated error of skipped steps."""
+    max_skips: int = Field(3, ge=1)
+    """Largest number of steps that are skipped in a row."""
+    retention: float = Field(0.2, ge=0, le=1)
+    """Share of the first steps that are never skipped."""
+
+    def count_kept_outputs(self, blocks: int) -> int:
+        # The input of the first block, and the residual of all blocks.
+        return 2
+
+
+RolloutCacheConfig = Annotated[
+    FirstBlockCacheConfig | TaylorSeerCacheConfig | MagCacheConfig, Field(discriminator="name")
+]
+
+
+def check_rollout_cache(stage: Any) -> None:
+    """Check that a stage (``StageConfig``) may generate with its ``rollout_cache``.
+
+    Raises:
+        ValueError: it may not; names the key, the reason and the fix.
+    """
+    cache = stage.rollout_cache
+    if cache is None:
+        return
+    key = f"rollout_cache.name = {cache.name!r}"
+    kind = stage.algorithm_kind
+    if not cache.is_lossless and not kind.trains_on_any_samples:
+        reason = RATIO_REASON if kind.records_trajectory else REPEATED_REASON
+        raise ValueError(
+            f"{key} approximates the network, and {stage.algorithm_name} {reason}; leave"
+            " rollout_cache out, or set algorithm.name to one that trains on final latents, such as"
+            " diffusion_nft"
+        )
+    # ``kind`` is a field of the subclasses.
+    if getattr(stage, "kind", "") == "custom":
+        raise ValueError(
+            f"{key}: a stage of your own kind generates as it likes; leave rollout_cache out"
+        )
+    if stage.source_file:
+        raise ValueError(
+            f"{key}: the stage trains on {stage.source_file} and generates nothing; leave"
+            " rollout_cache out"
+        )
+    if stage.engine != "diffusers":
+        raise ValueError(
+            f"{key} works on the network of this process, and engine = {stage.engine!r} has its"
+            " own; set engine: diffusers, or leave rollout_cache out"
+        )
+    # A cache would add the residual of few rows to many: equal samples are predicted as one row
+    # until the first noise makes them differ.
+    if stage.shared_initial_noise:
+        raise ValueError(
+            f"{key} needs the same rows in every step, and shared_initial_noise predicts equal"
+            " samples once; leave one of them out"
+        )
