@@ -39,6 +39,7 @@ from ebbflow.run_summary import SUMMARY
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, verify_folder
 from ebbflow.storage.disk import remove_path
 from ebbflow.storage.formats import RUN_FORMAT_FILE
+from ebbflow.storage.layout import COPIED_MODELS, QUEUE, QUEUES, TRAININGS
 from ebbflow.storage.locks import LOCK, try_lock
 from ebbflow.tracking.store import RUN, connect_to_store, find_sqlite_file
 
@@ -93,6 +94,7 @@ def list_deletions(recipe: Recipe, retention: RetentionConfig, tracking_uri: str
         }
         output = Path(recipe.output)
         deletions += _list_old_runs(output, retention.keep_runs, protected, recipe.name)
+        deletions += _list_flywheel_leftovers(recipe, output, retention.keep_runs)
     if retention.keep_rejected_days is not None:
         name = recipe.promotion.model_name
         with raise_registry_errors(f"list the rejected versions of {name!r}", tracking_uri):
@@ -227,6 +229,40 @@ def _list_old_runs(
                 f"run {folder.name}: all but its report, summary and recipe",
                 num_bytes,
                 _bind_removal(folder, paths),
+            )
+
+
+def _list_flywheel_leftovers(recipe: Recipe, output: Path, keep: int) -> Iterator[Deletion]:
+    """Yield what killed turns have left: trainings of the recipe's reward model beyond the newest,
+    and copies of models in the folder of its queue.
+
+    A training that ended leaves nothing but its registered version. One that was killed resumes if
+    it is asked for with the same labels; with more labels it never is.
+    """
+    if recipe.reward_model is None:
+        return
+    # Those that are emptied already are not counted: emptying one made it the newest.
+    trainings = [
+        (lock.parent, [path for path in lock.parent.iterdir() if path.name != LOCK])
+        for lock in output.glob(f"{TRAININGS}/{recipe.reward_model.name}/*/{LOCK}")
+    ]
+    newest_first = sorted(
+        [(home, paths) for home, paths in trainings if paths],
+        key=lambda training: (training[0].stat().st_mtime, training[0].name),
+        reverse=True,
+    )
+    candidates = [(home, paths, "a killed training") for home, paths in newest_first[keep:]]
+    folder = output / QUEUES / recipe.name
+    # Without the queue its generation is not over.
+    if (folder / QUEUE).is_file() and (folder / LOCK).is_file():
+        copies = [folder / name for name in COPIED_MODELS if (folder / name).exists()]
+        candidates.append((folder, copies, "models that made its queue"))
+    for home, paths, what in candidates:
+        if paths:
+            yield Deletion(
+                f"{home.relative_to(output)}: {what}",
+                sum(map(count_bytes, paths)),
+                _bind_removal(home, paths),
             )
 
 

@@ -242,6 +242,39 @@ def test_a_champion_by_hand_keeps_its_weights_and_run_once_a_run_was_compared_wi
     assert not (nights.output / "mine-00000003" / "nodes").is_dir()
 
 
+def test_what_killed_turns_left_goes_but_the_newest_trainings_and_the_queue(
+    nights: Nights,
+) -> None:
+    settings = nights.recipe.model_dump(exclude_unset=True)
+    settings["reward_model"] = {"name": "taste", "labels": ["labels"]}
+    recipe = Recipe.model_validate(settings)
+    trainings = nights.output / "reward_models" / "taste"
+    for number in range(5):
+        _write_folder(trainings / f"{number:012x}" / "checkpoint", b"c" * POLICY_BYTES)
+        (trainings / f"{number:012x}" / ".lock").touch()
+        os.utime(trainings / f"{number:012x}", (number, number))
+    other = nights.output / "reward_models" / "another" / f"{0:012x}"
+    _write_folder(other / "checkpoint", b"c")
+    (other / ".lock").touch()
+    queue = nights.output / "queues" / "mine"
+    _write_folder(queue / "base", b"b" * BASE_BYTES)
+    (queue / ".lock").touch()
+    clean(recipe, nights.uri)
+    # The queue is not there yet: its generation, which needs the base model, may resume.
+    assert (queue / "base").is_dir()
+    (queue / "queue.parquet").write_bytes(b"q")
+    with lock_folder(queue):
+        clean(recipe, nights.uri)
+        assert (queue / "base").is_dir()
+    clean(recipe, nights.uri)
+    assert sorted(path.name for path in queue.iterdir()) == [".lock", "queue.parquet"]
+    kept = [path.parent.name for path in sorted(trainings.glob("*/checkpoint"))]
+    assert kept == [f"{number:012x}" for number in (2, 3, 4)]
+    assert (other / "checkpoint").is_dir()
+    clean(nights.recipe, nights.uri)
+    assert len(list(trainings.glob("*/checkpoint"))) == 3
+
+
 def test_files_that_folders_share_cannot_be_written_in_place(nights: Nights) -> None:
     homes = [nights.run() for _ in range(2)]
     link_equal_folders(nights.output)

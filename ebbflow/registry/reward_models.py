@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlflow.artifacts
+from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from ebbflow.recipe import Recipe
@@ -20,7 +21,12 @@ from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.registry.lock import CHAMPION, find_version_by_alias, hold_registry_lock
 from ebbflow.registry.lookup import find_named_version
 from ebbflow.registry.model_version import RegistryError, raise_registry_errors
-from ebbflow.registry.promotion import CHALLENGER, PREVIOUS, ensure_registered_model
+from ebbflow.registry.promotion import (
+    CHALLENGER,
+    PREVIOUS,
+    REPLACES,
+    ensure_registered_model,
+)
 from ebbflow.rewards.built_in.model import MODELS, ModelRewardConfig
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.locks import wait_for_lock
@@ -146,7 +152,8 @@ def register_reward_model(
 
 
 def promote_reward_model(version: RewardModelVersion, replaced: str | None) -> None:
-    """Make a version champion.
+    """Make a version champion. One that was champion before stays as it is: a person has moved the
+    alias since, and their choice stands until a new version is better.
 
     Args:
         replaced: the version that it was compared with; None if there was no champion.
@@ -162,6 +169,17 @@ def promote_reward_model(version: RewardModelVersion, replaced: str | None) -> N
         champion = find_version_by_alias(client, version.name, CHAMPION)
         current = str(champion.version) if champion else None
         if current == version.version:
+            # Again after an attempt that died between the alias and the tag.
+            _mark_promoted(client, version, replaced)
+            return
+        tags = client.get_model_version(version.name, version.version).tags
+        if REPLACES in tags:
+            logger.warning(
+                "version %s of the reward model %r was champion once, and somebody has moved the"
+                " alias since; it is not promoted again",
+                version.version,
+                version.name,
+            )
             return
         # Somebody promoted another version meanwhile: this one was not compared with it.
         if current != replaced:
@@ -173,6 +191,12 @@ def promote_reward_model(version: RewardModelVersion, replaced: str | None) -> N
         if current:
             client.set_registered_model_alias(version.name, PREVIOUS, current)
         client.set_registered_model_alias(version.name, CHAMPION, version.version)
+        _mark_promoted(client, version, replaced)
+
+
+def _mark_promoted(client: MlflowClient, version: RewardModelVersion, replaced: str | None) -> None:
+    """Write that a version has been champion; aliases have no history."""
+    client.set_model_version_tag(version.name, version.version, REPLACES, replaced or "")
 
 
 def fetch_reward_model(store: str | None, uri: str, digest: str | None) -> Path:

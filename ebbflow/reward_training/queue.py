@@ -26,6 +26,8 @@ from ebbflow.rewards.base import Reward
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.seeding import derive_seed, permute_indices
 from ebbflow.storage.artifacts import verify_folder
+from ebbflow.storage.disk import remove_path
+from ebbflow.storage.layout import COPIED_MODELS, QUEUE, QUEUES
 from ebbflow.storage.locks import lock_folder
 from ebbflow.tracking.store import resolve_tracking_uri
 from ebbflow.training.policy import Policy
@@ -34,7 +36,6 @@ from ebbflow.training.policy_metadata import read_policy_metadata, write_base_po
 SAMPLES = 3
 """Pictures of a prompt, of which two are compared."""
 PROMPTS_AT_ONCE = 16
-QUEUE = "queue.parquet"
 
 
 def generate_queue(
@@ -93,7 +94,7 @@ def generate_queue(
 def find_queue_folder(recipe: Recipe) -> Path:
     """Return where the queue and the bad cases of a recipe's last turn are on this machine."""
     root = Path("." if "://" in recipe.output else recipe.output)
-    return root / "queues" / recipe.name
+    return root / QUEUES / recipe.name
 
 
 def open_queue(recipe: Recipe) -> Path:
@@ -120,6 +121,9 @@ def open_queue(recipe: Recipe) -> Path:
         model, policy = open_served_policy(recipe, base, policy_folder)
         chosen = choose_prompts(prompts, [], config.queue, recipe.seed)
         generate_queue(recipe, model, policy, chosen, None, config.queue, recipe.seed, queue)
+        # Copies of models, which only a killed attempt would use again.
+        for name in COPIED_MODELS:
+            remove_path(folder / name)
     return queue
 
 

@@ -25,6 +25,7 @@ from ebbflow.reward_training.folder import (
     train_reward_folder,
 )
 from ebbflow.storage.disk import remove_path
+from ebbflow.storage.layout import TRAININGS
 from ebbflow.storage.locks import lock_folder
 from ebbflow.tracking.store import resolve_tracking_uri
 
@@ -60,8 +61,10 @@ def train_and_register(recipe: Recipe) -> TrainedRewardModel:
     folder = fetch_reward_model(store, version.uri, version.digest)
     record = read_record(folder)
     champion = find_champion_reward_model(store, config.name)
-    # An attempt that was killed between the two leaves a version that the gate has passed.
-    if record.decision.promote and (champion and champion.version) == record.compared_with:
+    # An attempt that was killed between the two leaves a version that the gate has passed; one that
+    # was killed after the alias leaves it without the tag of a promotion.
+    current = champion and champion.version
+    if record.decision.promote and current in (record.compared_with, version.version):
         promote_reward_model(version, record.compared_with)
     return TrainedRewardModel(version, record, folder)
 
@@ -93,7 +96,8 @@ def _train_version(recipe: Recipe, store: str, digest: str, home: Path) -> Rewar
         "ebbflow.decision": record.decision.model_dump_json()[:5000],
     }
     version = register_reward_model(recipe, config.name, folder, digest, metrics, tags)
-    # The version is registered: nobody resumes this training any more.
+    # The version is registered, with all files: nobody resumes this training any more.
+    remove_path(folder)
     remove_path(home / "checkpoint")
     return version
 
@@ -101,6 +105,6 @@ def _train_version(recipe: Recipe, store: str, digest: str, home: Path) -> Rewar
 def _make_home(recipe: Recipe, digest: str) -> Path:
     """Make the folder of a training; a cluster's pods have one of their own."""
     root = Path("." if "://" in recipe.output else recipe.output)
-    home = root / "reward_models" / digest[:12]
+    home = root / TRAININGS / require_reward_model_config(recipe).name / digest[:12]
     home.mkdir(parents=True, exist_ok=True)
     return home

@@ -17,16 +17,12 @@ from ebbflow.reward_training.bad_cases import (
     write_bad_cases,
 )
 from ebbflow.reward_training.folder import require_reward_model_config
-from ebbflow.reward_training.queue import (
-    QUEUE,
-    choose_prompts,
-    generate_queue,
-    open_served_policy,
-)
+from ebbflow.reward_training.queue import choose_prompts, generate_queue, open_served_policy
 from ebbflow.rewards.built_in.model import ModelReward, ModelRewardConfig
 from ebbflow.rewards.combine import load_reward
 from ebbflow.seeding import derive_seed
 from ebbflow.storage.artifacts import write_new_folder
+from ebbflow.storage.layout import QUEUE
 from ebbflow.storage.tables import read_table
 
 MAX_CASES = 50

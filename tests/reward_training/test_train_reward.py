@@ -25,8 +25,10 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.registry.model_version import RegistryError
+from ebbflow.registry.promotion import REPLACES
 from ebbflow.registry.reward_models import find_champion_reward_model, pin_reward_models
-from ebbflow.reward_training import train
+from ebbflow.reward_training import folder, train
+from ebbflow.reward_training.decide import RewardModelDecision
 from ebbflow.reward_training.folder import train_reward_folder
 from ebbflow.reward_training.run import train_and_register
 from ebbflow.reward_training.train import score_pictures, train_network
@@ -34,7 +36,7 @@ from ebbflow.rewards.base import RewardError
 from ebbflow.rewards.built_in.model import list_unpinned_models
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.reward_networks import build_reward_network
-from ebbflow.tracking.store import resolve_tracking_uri
+from ebbflow.tracking.store import connect_to_store, resolve_tracking_uri
 from tests.rewards.network_cases import write_clip
 
 
@@ -134,6 +136,31 @@ def test_versions_replace_each_other_by_the_gate_and_recipes_pin_them(tmp_path, 
     # A recipe that is sent to another machine: that one adds its own address of the store.
     (sent,) = pin_reward_models(unpinned, with_store=False).rewards
     assert (sent.uri, sent.digest, sent.store) == (reward.uri, reward.digest, None)
+
+
+def test_a_champion_that_a_person_chose_stays_until_a_better_one(tmp_path, labels):
+    recipe = build_recipe(tmp_path, labels, epochs=1, lr=1e-9)
+    store = resolve_tracking_uri(recipe)
+    client = connect_to_store(store)
+    promote = RewardModelDecision(promote=True, reasons=[], difference=1.0, low=1.0, high=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "decide_reward_model", lambda *_: promote)
+        first = train_and_register(recipe)
+        second = train_and_register(recipe.model_copy(update={"seed": 1}))
+        assert find_champion_reward_model(store, "legible") == second.version
+        # The alias was set, and the tag was not: the attempt was killed between the two.
+        client.delete_model_version_tag("legible", "2", REPLACES)
+        train_and_register(recipe.model_copy(update={"seed": 1}))
+        assert client.get_model_version("legible", "2").tags[REPLACES] == "1"
+        client.set_registered_model_alias("legible", "champion", "1")
+        # Of the same labels: the version that was champion is found, and not promoted again.
+        again = train_and_register(recipe.model_copy(update={"seed": 1}))
+        assert again.version == second.version
+        assert find_champion_reward_model(store, "legible") == first.version
+        # A new one is compared with the person's choice, and takes its place.
+        third = train_and_register(recipe.model_copy(update={"seed": 2}))
+        assert third.record.compared_with == "1"
+        assert find_champion_reward_model(store, "legible") == third.version
 
 
 def test_a_model_that_rewards_hacked_pictures_is_not_promoted(tmp_path, labels):

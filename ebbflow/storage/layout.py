@@ -1,0 +1,11 @@
+"""Names of what the flywheel leaves in ``output`` outside of runs: what makes the files and what
+deletes them agree here.
+"""
+
+TRAININGS = "reward_models"
+"""``reward_models/NAME/DIGEST``: a training of a reward model under way."""
+QUEUES = "queues"
+"""``queues/RECIPE``: the pairs to label next, and the bad cases of the last turn."""
+QUEUE = "queue.parquet"
+COPIED_MODELS = ("base", "untrained", "champion")
+"""Folders of a queue that only its generation needs."""
