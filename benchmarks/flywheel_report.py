@@ -14,12 +14,10 @@ from matplotlib.figure import Figure
 
 from ebbflow.plots.svg import SERIES
 
-CONFIDENCE = 0.9
-"""Of the reward models' intervals, and of their gate; a recipe's default is .95."""
 ARMS = {
     "flywheel": "the reward model that the gate has left each turn",
     "first_model": "the reward model of the first turn",
-    "jpeg": "the size of the JPEG file",
+    "jpeg": "the size of the JPEG file, in one stage",
 }
 
 
@@ -35,72 +33,115 @@ def write_report(path: Path) -> None:
 def format_page(results: dict[str, Any]) -> list[str]:
     """The lines of the page."""
     runs = [run for run in results["runs"] if run["arms"]]
-    stopped = [run for run in results["runs"] if not run["arms"]]
-    settings = results["settings"]
-    rises = [rises_each_turn(run["arms"]["flywheel"]) for run in runs]
-    hacked = [is_hacked_after_first_turn(run["arms"]["jpeg"]) for run in runs]
-    kept = [has_same_rewards(run) for run in runs]
-    gaps = [
-        run["arms"]["flywheel"][-1]["true"] - run["arms"]["first_model"][-1]["true"] for run in runs
-    ]
     return [
         "# Three turns of the circle",
         "",
-        "Written by `python -m benchmarks.flywheel` on"
-        f" {results['machine']['cores']} cores of {results['machine']['cpu']}. Each turn has"
-        f" {settings['pairs']} pairs labelled by a stand-in whose taste is the OCR score and who"
-        f" prefers the worse picture in {settings['error_rate']:.0%} of them, and"
-        f" {settings['steps']} training steps of 64 samples. The true score is the OCR score of"
-        " two samples of each of 96 held-out prompts,"
-        " with the same noise at every evaluation.",
+        *describe_setting(results),
         "",
-        f"**The true score rises in each turn in {sum(rises)} of {len(results['runs'])}"
-        f" seeds.** {describe_stopped(stopped)}On the size"
-        " of the JPEG file it is lower after the last turn than after the first one, although the"
-        f" size that is trained on has improved, in {sum(hacked)} of {len(runs)}.",
-        "",
-        "What this does not show: that a new reward model each turn helps. The reader begins as one"
-        " that was trained on rendered letters, and more labels made it agree with held-out answers"
-        f" measurably more often in {len(runs) - sum(kept)} of {len(runs)} seeds. Where they did"
-        " not, the gate kept the first reward model, and the policy that trained on it to the end"
-        f" has a true score that differs by {min(gaps):+.3f} to {max(gaps):+.3f}.",
-        "",
-        "Nor that the JPEG file is a bad reward for so few steps: its first turn raises the true"
-        " score more than the reward model does in any seed"
-        f" ({format_last_scores(runs, 'jpeg')} after the last turn, with the reward model"
-        f" {format_last_scores(runs, 'flywheel')}). No interval is computed for these scores.",
+        *describe_outcome(results["runs"], runs),
         "",
         "![True score over the turns](flywheel.png)",
         "",
+        *format_score_tables(runs),
+        "",
+        *format_reward_models(results),
+        *describe_cost(runs),
+    ]
+
+
+def describe_cost(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """What a seed took, of those that ran without interruption."""
+    seconds = [run["cpu_seconds"] for run in runs if run["cpu_seconds"] is not None]
+    if not seconds:
+        return []
+    return ["", f"A seed that ran without interruption took {np.mean(seconds):.0f} CPU-seconds."]
+
+
+def describe_setting(results: dict[str, Any]) -> list[str]:
+    """What was run, in sentences."""
+    settings = results["settings"]
+    return [
+        "Written by `python -m benchmarks.flywheel` on"
+        f" {results['machine']['cores']} cores of {results['machine']['cpu']}. The base model is"
+        f" fine-tuned on {settings['pictures']} captioned pictures, which anchor all later"
+        f" training. Each turn has {settings['pairs']} pairs labelled by a stand-in whose taste is"
+        f" the OCR score and who prefers the worse picture in {settings['error_rate']:.0%} of them,"
+        f" and {settings['steps']} training steps of 64 samples. The true score is the OCR score of"
+        " two samples of each of 96 held-out prompts, with the same noise at every evaluation. No"
+        " interval is computed for it.",
+    ]
+
+
+def describe_outcome(
+    all_runs: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]
+) -> list[str]:
+    """What came out, by the criteria that are stated here."""
+    stopped = [run for run in all_runs if not run["arms"]]
+    rises = [rises_each_turn(run["arms"]["flywheel"]) for run in runs]
+    hacked = [is_hacked(run["arms"]["jpeg"]) for run in runs]
+    gaps = [
+        run["arms"]["flywheel"][-1]["true"] - run["arms"]["first_model"][-1]["true"] for run in runs
+    ]
+    replaced = [
+        sum(record["decision"]["promote"] for record in run["reward_models"][1:]) for run in runs
+    ]
+    return [
+        f"**The true score rises in each turn in {sum(rises)} of {len(all_runs)}"
+        f" seeds.** {describe_stopped(stopped)}On the size of the JPEG file, which never changes,"
+        " it ends below that of the fine-tuned model, although the size improves in each turn, in"
+        f" {sum(hacked)} of {len(runs)}: {format_last_scores(runs, 'jpeg')} from"
+        f" {format_first_scores(runs)}; with the circle {format_last_scores(runs, 'flywheel')}.",
+        "",
+        f"A later reward model replaced the first one {sum(replaced)} times in"
+        f" {len(runs) * (len(runs[0]['reward_models']) - 1)}: elsewhere the gate did not see it"
+        " agree measurably more often with held-out answers. The reader begins as one that was"
+        " trained on rendered letters. Policies that train to the end on the first reward model"
+        f" end with a true score that is lower by {format_range(gaps)}.",
+    ]
+
+
+def format_range(values: Sequence[float]) -> str:
+    """The lowest and the highest of some numbers, with their signs."""
+    return f"{min(values):+.3f} to {max(values):+.3f}"
+
+
+def format_score_tables(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """The tables of the true score and of the reward that is trained on."""
+    turns = " | ".join(f"turn {turn}" for turn in (1, 2, 3))
+    rows = [(text, arm, run) for arm, text in ARMS.items() for run in runs]
+    return [
         "## True score",
         "",
-        "| trained on | seed | before | " + " | ".join(f"turn {turn}" for turn in (1, 2, 3)) + " |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"| trained on | seed | base model | fine-tuned | {turns} |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
         *(
-            f"| {text} | {run['seed']} | "
+            f"| {text} | {run['seed']} | {run['base']['true']:.3f} | "
             + " | ".join(f"{scores['true']:.3f}" for scores in run["arms"][arm])
             + " |"
-            for arm, text in ARMS.items()
-            for run in runs
+            for text, arm, run in rows
         ),
         "",
         "## Reward that is trained on",
         "",
-        "| trained on | seed | turn 1 | turn 2 | turn 3 |",
+        f"| trained on | seed | {turns} |",
         "| --- | --- | --- | --- | --- |",
         *(
             f"| {text} | {run['seed']} | "
             + " | ".join(f"{scores['trained']:.4g}" for scores in run["arms"][arm][1:])
             + " |"
-            for arm, text in ARMS.items()
-            for run in runs
+            for text, arm, run in rows
         ),
-        "",
+    ]
+
+
+def format_reward_models(results: dict[str, Any]) -> list[str]:
+    """The table of the reward models."""
+    return [
         "## Reward models",
         "",
         "Agreement with held-out answers, of which the stand-in gets"
-        f" {settings['error_rate']:.0%} wrong. The intervals, and the gate's, have a confidence of"
-        f" {CONFIDENCE:.0%}, and not the default of 95%.",
+        f" {results['settings']['error_rate']:.0%} wrong. The intervals, and the gate's, have a"
+        " confidence of 95%.",
         "",
         "| seed | turn | answers | agreement | interval | calibration error | promoted |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -109,9 +150,6 @@ def format_page(results: dict[str, Any]) -> list[str]:
             for run in results["runs"]
             for turn, record in enumerate(run["reward_models"], start=1)
         ),
-        "",
-        "A seed that was trained to the end took"
-        f" {np.mean([run['cpu_seconds'] for run in runs]):.0f} CPU-seconds on average.",
     ]
 
 
@@ -120,10 +158,17 @@ def rises_each_turn(scores: Sequence[dict[str, float]]) -> bool:
     return all(later["true"] > earlier["true"] for earlier, later in pairwise(scores))
 
 
-def is_hacked_after_first_turn(scores: Sequence[dict[str, float]]) -> bool:
-    """Whether the true score fell from the first turn to the last one while the reward rose."""
-    first, last = scores[1], scores[-1]
-    return last["true"] < first["true"] and last["trained"] > first["trained"]
+def is_hacked(scores: Sequence[dict[str, float]]) -> bool:
+    """Whether the true score is lower after the last turn than before the first one, and the reward
+    that is trained on rose from each turn to the next.
+    """
+    rewards = [turn["trained"] for turn in scores[1:]]
+    return scores[-1]["true"] < scores[0]["true"] and rewards == sorted(rewards)
+
+
+def format_first_scores(runs: Sequence[dict[str, Any]]) -> str:
+    """The true scores before the first turn, by seed."""
+    return ", ".join(f"{run['arms']['flywheel'][0]['true']:.3f}" for run in runs)
 
 
 def format_last_scores(runs: Sequence[dict[str, Any]], arm: str) -> str:
@@ -140,11 +185,6 @@ def describe_stopped(runs: Sequence[dict[str, Any]]) -> str:
         f"In seed {seeds} the gate refused the first reward model, and no policy was trained: too"
         " few held-out answers show that it is better than chance. "
     )
-
-
-def has_same_rewards(run: dict[str, Any]) -> bool:
-    """Whether no reward model after the first one was promoted."""
-    return not any(record["decision"]["promote"] for record in run["reward_models"][1:])
 
 
 def format_reward_model(seed: int, turn: int, record: dict[str, Any]) -> str:
@@ -169,7 +209,7 @@ def plot_scores(runs: Sequence[dict[str, Any]]) -> Figure:
         for curve in curves:
             axes.plot(turns, curve, color=colour, linewidth=0.8, alpha=0.5)
         axes.plot(turns, curves.mean(axis=0), color=colour, linewidth=2.2, label=text)
-    axes.set_xticks(range(4), ["before", "turn 1", "turn 2", "turn 3"])
+    axes.set_xticks(range(4), ["fine-tuned", "turn 1", "turn 2", "turn 3"])
     axes.set_ylabel("true score (OCR, held out)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -1,12 +1,13 @@
 """The pipeline in a process that dies where a test says.
 
-As a script it is ``pyflyte``, in which ``EBBFLOW_DIE_AT=module:function:n`` kills the whole process
-group with SIGKILL as the n-th call of the function (counted in its process) begins, and
-``module:function:n:after`` as it ends. With ``module:function:n:sigterm`` ``pyflyte`` alone gets a
-SIGTERM, as from Kubernetes, and with ``module:function:n:sigint`` the whole process group a SIGINT,
-as from a terminal. A function is named where it is looked up: ``ebbflow.online.loop:save_policy``
-and not where it is defined; a method as ``module:Class.method:n``. Ranks of a training group import
-this script too, so that they die at their calls as well.
+As a script it is ``pyflyte``, or ``ebbflow`` where the first argument is ``turn``.
+``EBBFLOW_DIE_AT=module:function:n`` kills its whole process group with SIGKILL as the n-th call of
+the function (counted in its process) begins, and ``module:function:n:after`` as it ends. With
+``module:function:n:sigterm`` the script alone gets a SIGTERM, as from Kubernetes, and with
+``module:function:n:sigint`` the whole process group a SIGINT, as from a terminal. A function is
+named where it is looked up: ``ebbflow.online.loop:save_policy`` and not where it is defined; a
+method as ``module:Class.method:n``. Ranks of a training group import this script too, so that they
+die at their calls as well.
 """
 
 from __future__ import annotations
@@ -39,9 +40,17 @@ def start_pipeline(
     ``output`` is relative, so that the same changes are the same recipe in every folder. Both
     streams go to ``printed.txt``.
     """
-    (folder / "tmp").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     settings = yaml.safe_load((ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text())
     (folder / "recipe.yaml").write_text(yaml.safe_dump(settings | {"output": "runs"} | changes))
+    workflow = ROOT / "workflows" / "post_training.py"
+    arguments = ["run", str(workflow), "post_train", "--recipe", "recipe.yaml"]
+    return start_script(folder, arguments, die_at)
+
+
+def start_script(folder: Path, arguments: list[str], die_at: str) -> ForkedProgram:
+    """This script in ``folder``, as a process group of its own."""
+    (folder / "tmp").mkdir(exist_ok=True)
     environment = {
         key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"
     } | {
@@ -52,19 +61,13 @@ def start_pipeline(
         "FLYTE_LOCAL_CACHE_ENABLED": "true",
         DIE_AT: die_at,
     }
-    workflow = ROOT / "workflows" / "post_training.py"
-    command = [
-        sys.executable,
-        __file__,
-        "run",
-        str(workflow),
-        "post_train",
-        "--recipe",
-        "recipe.yaml",
-    ]
     (folder / "printed.txt").unlink(missing_ok=True)
     return ForkedProgram(
-        command, cwd=folder, env=environment, output=[folder / "printed.txt"], new_session=True
+        [sys.executable, __file__, *arguments],
+        cwd=folder,
+        env=environment,
+        output=[folder / "printed.txt"],
+        new_session=True,
     )
 
 
@@ -74,7 +77,11 @@ def run_pipeline_until(
     """Run until it dies there, or to its end where nothing is named, and return what it printed.
     Anything else is an error.
     """
-    process = start_pipeline(folder, changes, die_at, recipe)
+    return wait_until(folder, start_pipeline(folder, changes, die_at, recipe), die_at)
+
+
+def wait_until(folder: Path, process: ForkedProgram, die_at: str) -> str:
+    """Wait for a program of ``start_script`` to die there, as ``run_pipeline_until``."""
     try:
         ended = process.wait(timeout=900)
     finally:
@@ -120,6 +127,9 @@ if __name__ in ("__main__", "__mp_main__") and os.environ.get(DIE_AT):
     _arm(os.environ[DIE_AT])
 
 if __name__ == "__main__":
-    from flytekit.clis.sdk_in_container.pyflyte import main
+    if sys.argv[1] == "turn":
+        from ebbflow.cli import main
+    else:
+        from flytekit.clis.sdk_in_container.pyflyte import main
 
     sys.exit(main())

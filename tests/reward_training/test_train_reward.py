@@ -11,6 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from reward_label_cases import (
+    HEIGHT,
+    WIDTH,
     build_recipe,
     draw_text,
     encode,
@@ -248,6 +250,42 @@ def test_a_clip_starts_as_its_own_score_and_is_trained(tmp_path, mode):
         load_reward(configure_reward("model", uri=str(tmp_path / "f")))(
             images, answers.build_prompts([0, 1])
         )
+
+
+def draw_flaws(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The picture with what a broken generator leaves: a band of noise and a block in one grey."""
+    flawed = image.copy()
+    top = rng.integers(HEIGHT - 6)
+    left = rng.integers(WIDTH - 8)
+    flawed[top : top + 6] = rng.integers(0, 256, flawed[top : top + 6].shape)
+    flawed[:, left : left + 8] = rng.integers(60, 200)
+    return flawed
+
+
+def test_a_detector_of_artefacts_is_trained_on_pairs_of_clean_and_flawed_pictures(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = []
+    for text in make_texts(160):
+        clean = draw_text(text)
+        flawed = draw_flaws(clean, rng)
+        rows.append({"prompt": f'"{text}"', "chosen": encode(clean), "rejected": encode(flawed)})
+    labels = write_rows(tmp_path / "pairs.parquet", rows)
+    write_clip(tmp_path / "clip")
+    network = {"name": "clip", "path": str(tmp_path / "clip"), "train": "head"}
+    recipe = build_recipe(tmp_path, labels, network=network, epochs=12, lr=0.05)
+    outcome = train_and_register(recipe)
+    assert outcome.record.decision.promote, outcome.record.decision.reasons
+    reward = load_reward(
+        configure_reward(
+            "model", uri=outcome.version.uri, store=outcome.version.store, label="artefacts"
+        )
+    )
+    # Texts that no pair has.
+    texts = make_texts(40, seed=99)
+    clean = np.stack([draw_text(text) for text in texts])
+    flawed = np.stack([draw_flaws(picture, rng) for picture in clean])
+    prompts = [as_prompt(text) for text in texts]
+    assert (reward(clean, prompts).values > reward(flawed, prompts).values).mean() > 0.8
 
 
 def test_a_picture_that_the_network_cannot_score_is_named(tmp_path):
