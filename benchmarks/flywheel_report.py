@@ -93,10 +93,10 @@ def describe_outcome(
         f" {format_first_scores(runs)}; with the circle {format_last_scores(runs, 'flywheel')}.",
         "",
         f"A later reward model replaced the first one {sum(replaced)} times in"
-        f" {len(runs) * (len(runs[0]['reward_models']) - 1)}: elsewhere the gate did not see it"
-        " agree measurably more often with held-out answers. The reader begins as one that was"
+        f" {len(runs) * (len(runs[0]['reward_models']) - 1)}; the others did not agree measurably"
+        " more often with held-out answers. The reader begins as one that was"
         " trained on rendered letters. Policies that train to the end on the first reward model"
-        f" end with a true score that is lower by {format_range(gaps)}.",
+        f" end {format_range(gaps)} below the circle's.",
     ]
 
 

@@ -12,7 +12,7 @@ import yaml
 from mlflow import MlflowClient
 
 from ebbflow.models.glyph_training import recognizer
-from ebbflow.storage.artifacts import verify_folder
+from ebbflow.storage.disk import sha256_of_file
 from tests.faults.again_cases import start_script, wait_until
 from tests.glyph_stages import small_stage
 from tests.reward_training.reward_label_cases import make_answers, write_rows
@@ -113,18 +113,23 @@ def test_one_reward_model_with_the_same_bytes_is_champion(
         assert champion.version == version.version
         tags.append({key: version.tags[key] for key in version.tags if "digest" in key})
         assert "ebbflow.replaces" in version.tags
-        assert [path.name for path in folder.glob("runs/reward_models/taste/*/*")] == []
+        # Of the training only its lock is left.
+        left = [path.name for path in folder.glob("runs/reward_models/taste/*/*")]
+        assert left == [".lock"]
     assert tags[0] == tags[1]
 
 
-def test_policies_have_the_same_bytes(undisturbed: Path, disturbed: Path) -> None:
-    digests = [
-        {verify_folder(path.parent) for path in folder.glob("runs/fly-*/nodes/*/policy/COMMIT")}
+def test_policies_have_the_same_weights(undisturbed: Path, disturbed: Path) -> None:
+    # Not the whole folders: the pinned recipe, whose digest they have, names the folder's store.
+    weights = [
+        {
+            sha256_of_file(path)
+            for path in folder.glob("runs/fly-*/nodes/1.1-online/policy/**/*.safetensors")
+        }
         for folder in (undisturbed, disturbed)
     ]
-    # Of the policy before the stage and the one after it.
-    assert len(digests[0]) == 2
-    assert digests[0] == digests[1]
+    assert len(weights[0]) == 1
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("name", ["queue.parquet", "prompts.jsonl"])
