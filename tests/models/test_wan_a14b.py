@@ -233,12 +233,16 @@ def test_a_batch_of_both_bands_has_both_scales(tiny):
     ("family", "reference", "said"),
     [
         ("wan", {"guidance": 4, "guidance_2": 3, "weight": 0.1}, "wan has one transformer"),
-        ("wan_a14b", {"guidance_2": 3, "weight": 0.1}, "set reference.guidance above 1"),
+        (
+            "wan_a14b",
+            {"guidance": 1, "guidance_2": 3, "weight": 0.1},
+            "set reference.guidance above 1",
+        ),
         ("wan_a14b", {"guidance": 4, "guidance_2": 3, "weight": 0}, "has no guidance"),
     ],
 )
 def test_a_second_guidance_of_a_reference_has_an_effect_or_is_refused(family, reference, said):
-    stage = {"algorithm": {"name": "crd"}, "reference": reference}
+    stage = {"kind": "online", "algorithm": {"name": "crd"}, "reference": reference}
     recipe = {"model": {"family": family, "path": "/models/wan"}, "stages": [stage]}
     with pytest.raises(RecipeError, match=said):
         Recipe.model_validate(recipe)
