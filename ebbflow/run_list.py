@@ -70,9 +70,11 @@ def record_attempt(home: Path) -> None:
             {"started": 1764004200.0, "idle_since": 1764003600.0}
     """
     file = home / ATTEMPTS
-    # The last sign of life of a process that is dead: what it wrote last.
-    written = [path.stat().st_mtime for path in _iterate_outputs(home)]
-    idle_since = max(written, default=None) if file.is_file() else None
+    idle_since = None
+    if file.is_file():
+        # The last sign of life of a process that is dead: what it wrote last, or its own line here.
+        written = [path.stat().st_mtime for path in (file, *_iterate_outputs(home))]
+        idle_since = max(written)
     with file.open("a", encoding="utf-8") as attempts:
         attempts.write(json.dumps({"started": time.time(), "idle_since": idle_since}) + "\n")
 
@@ -173,7 +175,6 @@ def _describe_resumes(attempts: list[dict[str, Any]]) -> str:
     """
     if not attempts:
         return ""
-    # An attempt that ended before it wrote anything counts for nothing.
     idle = sum(one["started"] - (one["idle_since"] or one["started"]) for one in attempts)
     times = "once" if len(attempts) == 1 else f"{len(attempts)} times"
     return f", resumed {times} after {format_duration(max(idle, 0.0))} idle"

@@ -46,7 +46,8 @@ def watch_approval(recipe: Recipe, run: TrackedRun, question: str, asked_at: dat
     name = f"{execution.project}/{execution.domain}/{execution.name}"
     allowed = timedelta(hours=recipe.promotion.approval)
     asked_at = find_time_of_question(name, question, asked_at, allowed)
-    return wait_for_answer(name, question, asked_at, asked_at + allowed)
+    report = f"{run.folder}/report.html"
+    return wait_for_answer(name, question, report, asked_at, asked_at + allowed)
 
 
 def find_time_of_question(
@@ -68,8 +69,14 @@ def find_time_of_question(
     return started_at
 
 
-def wait_for_answer(execution: str, question: str, asked_at: datetime, deadline: datetime) -> str:
-    """Wait until a person has answered, and say no at ``deadline``."""
+def wait_for_answer(
+    execution: str, question: str, report: str, asked_at: datetime, deadline: datetime
+) -> str:
+    """Wait until a person has answered, and say no at ``deadline``.
+
+    Args:
+        report: its address, for the reminders.
+    """
     # Counted from the question, so that a pod that replaces a lost one does not begin again.
     reminders = (datetime.now(UTC) - asked_at) // REMIND_AFTER
     while True:
@@ -85,7 +92,8 @@ def wait_for_answer(execution: str, question: str, asked_at: datetime, deadline:
                 reminders = (now - asked_at) // REMIND_AFTER
                 hours = (deadline - now) / timedelta(hours=1)
                 send_alert(
-                    f"{question} still waits for approval, {hours:.0f} hours more ({execution})"
+                    f"{question} still waits for approval, {hours:.0f} hours more ({execution});"
+                    f" report: {report}"
                 )
         except Exception as error:
             # Flyte may be restarted in the days that a person has. The gate ends this, too.

@@ -85,10 +85,25 @@ def test_a_resumed_run_says_when_it_began_and_how_long_it_was_dead(tmp_path: Pat
     for path in home.rglob("nodes/*"):
         os.utime(path, (start - 600, start - 600))
     (home / ATTEMPTS).write_text(json.dumps({"started": start - 900, "idle_since": None}) + "\n")
+    os.utime(home / ATTEMPTS, (start - 900, start - 900))
     record_attempt(home)
     [run] = list_runs(tmp_path)
     assert run.started == start - 900
     assert re.fullmatch(r"stopped in 1.1 online, resumed once after 10 min \d\d s idle", run.state)
+
+
+def test_a_run_that_was_killed_before_it_wrote_anything_was_dead_since_it_began(
+    tmp_path: Path,
+) -> None:
+    home = new_run(tmp_path, "glyph-1", 5000, [])
+    record_attempt(home)
+    start = time.time()
+    os.utime(home / ATTEMPTS, (start - 120, start - 120))
+    record_attempt(home)
+    [run] = list_runs(tmp_path)
+    assert re.search(
+        r", resumed once after 2:0\d idle|, resumed once after 2 min .* idle", run.state
+    )
 
 
 def test_attempts_that_cannot_be_read_leave_the_other_runs_in_the_list(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from ebbflow.training.policy_metadata import (
     require_allowed_code,
     require_base,
 )
+from ebbflow.watchdog import watch
 
 SAMPLES_PER_LOOK = 2**20
 """Numbers of a prompt's samples that a look has for itself."""
@@ -313,10 +314,11 @@ def _generate_and_score(
         batch = prompts[part]
         with clock.measure_phase("sampling"):
             keys = build_evaluation_keys(batch, indices[part], look)
-            latents = generate_samples(
-                model, encode(batch), keys, sampler, micro_batch=len(batch)
-            ).latents
-            images = model.decode_latents(latents)
+            with watch(f"evaluating {label}: generating {len(batch)} samples"):
+                latents = generate_samples(
+                    model, encode(batch), keys, sampler, micro_batch=len(batch)
+                ).latents
+                images = model.decode_latents(latents)
         finite = find_finite_rows(latents)
         with clock.measure_phase("scoring"):
             # A copy, as a reward may write into its images.

@@ -45,6 +45,7 @@ from ebbflow.models.folder import INDEX, read_json_object
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.storage.artifacts import verify_committed_folder
+from ebbflow.watchdog import watch
 
 __all__ = ["Conditioning", "Model", "ModelError", "check_folder", "load_model", "predict"]
 
@@ -77,7 +78,8 @@ def load_model(
     options = {}
     if weights_later and config.family in FAMILIES and FAMILIES[config.family].diffusers:
         options["weights_later"] = True
-    model: Model = adapter.load(folder, config, device or default_device(), **options)
+    with watch(f"loading the model of {folder}"):
+        model: Model = adapter.load(folder, config, device or default_device(), **options)
     return model
 
 

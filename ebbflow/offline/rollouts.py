@@ -34,6 +34,7 @@ from ebbflow.storage.tables import open_table_writer
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import load_policy
+from ebbflow.watchdog import watch
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P")
@@ -247,12 +248,11 @@ def _generate_groups(
             if start == 0 and config.engine != "diffusers":
                 _check_engine(ctx, policy, engine, conditioning, keys)
             # The recipe rejects a cache with another engine, whose network is elsewhere.
+            options: dict[str, Any] = {}
             if isinstance(engine, Diffusers):
-                rollouts, pictures = engine.generate(
-                    conditioning, keys, config.sampler, cache=config.rollout_cache
-                )
-            else:
-                rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
+                options["cache"] = config.rollout_cache
+            with watch(f"{ctx.stage_label}: generating {len(keys)} samples"):
+                rollouts, pictures = engine.generate(conditioning, keys, config.sampler, **options)
             latents = rollouts.latents.to("cpu")
         # Outside the phase: a generator waits here while its caller is busy.
         progress.update(len(keys))

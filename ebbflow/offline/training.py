@@ -47,6 +47,7 @@ from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm
 from ebbflow.training.update import PolicyUpdater
+from ebbflow.watchdog import watch
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,10 @@ def train_epochs(
         # The same list: the loop pushes what the updater adds to it.
         state.training_alarms = updater.alarms
         for step, part in zip(loop.iterate_steps(), parts, strict=False):
-            enter_phase(f"training step {step + 1} of {num_steps}")
-            metrics = _time_update(ctx, updater, part, row_ranks, clock)
+            phase = f"training step {step + 1} of {num_steps}"
+            enter_phase(phase)
+            with watch(f"rank {ranks.rank}: {phase}"):
+                metrics = _time_update(ctx, updater, part, row_ranks, clock)
             training_seconds = state.seconds.get("training", 0.0)
             state.seconds["training"] = training_seconds + metrics["seconds/training"]
             loop.finish_step(metrics, loss=f"{metrics['loss']:.4f}")

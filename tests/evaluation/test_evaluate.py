@@ -34,6 +34,7 @@ from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
+from ebbflow.watchdog import Watchdog
 from tests.conftest import Darkness
 
 STATISTICS = [*PER_IMAGE, "diversity_latents", "diversity_pixels", "diversity_across_prompts"]
@@ -83,6 +84,19 @@ def run(make_recipe, scorer, prompts, base_folder, tmp_path):
 
 def comparable(evaluation):
     return evaluation.model_copy(update={"seconds": {}})
+
+
+def test_what_may_hang_in_an_evaluation_is_named(run, monkeypatch):
+    names = []
+    add_activity = Watchdog.add
+
+    def add_and_remember(watchdog, name):
+        names.append(name)
+        return add_activity(watchdog, name)
+
+    monkeypatch.setattr(Watchdog, "add", add_and_remember)
+    run(micro_batch=64)
+    assert "evaluating the label: generating 11 samples" in names
 
 
 @pytest.mark.parametrize("size", [0.0, 0.02])

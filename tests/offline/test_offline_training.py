@@ -25,6 +25,7 @@ from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_policy
 from ebbflow.training.policy_metadata import Progress, read_policy_metadata, write_base_policy
 from ebbflow.training.update import PolicyUpdater
+from ebbflow.watchdog import Watchdog
 
 FORWARD = [name for name, config in ALGORITHMS.items() if config.kind == "forward"]
 
@@ -193,6 +194,30 @@ def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(
     assert metadata.progress == Progress(algorithm="diffusion_nft", steps=0, updates=4)
     assert metadata.base_digest == verify_folder(base_folder)
     assert metadata.recipe_digest == ctx.recipe.digest
+
+
+def test_what_may_hang_in_an_offline_stage_is_named(
+    ctx, base_folder, generated, folders, make_prompts, tmp_path, monkeypatch
+):
+    names = []
+    add_activity = Watchdog.add
+
+    def add_and_remember(watchdog, name):
+        names.append(name)
+        return add_activity(watchdog, name)
+
+    monkeypatch.setattr(Watchdog, "add", add_and_remember)
+    start, prompts = folders
+    stage_folders = StageFolders(base_folder, start, prompts, tmp_path / "trained")
+    train_offline_folder(ctx, stage_folders, *generated, MetricsRecorder())
+    assert names[0] == f"loading the model of {base_folder}"
+    assert names[1] == "rank 0: training step 1 of 4"
+    policy, _ = open_policy(ctx, load_model(base_folder), start)
+    policy.ensure_copy("old")
+    names.clear()
+    generate_shard(ctx, policy.model, policy, 0, make_prompts(6), 0, tmp_path / "rollouts")
+    assert names
+    assert all(name.startswith("1.2 offline: generating ") for name in names)
 
 
 def test_the_next_stage_generates_with_what_this_one_trained(

@@ -261,6 +261,42 @@ def test_what_a_checkpoint_does_not_find_is_generated_again():
     assert started == [(request, "version 2")]
 
 
+@pytest.mark.parametrize(
+    ("role", "what"),
+    [("reward", "scoring samples of step 5"), ("rollout", "generating samples of step 5")],
+)
+def test_who_has_a_request_that_hangs_is_named(monkeypatch, caplog, role, what):
+    monkeypatch.setattr(rollout_queue, "SAY_EVERY_SECONDS", 0.05)
+    caplog.set_level("INFO")
+
+    async def run():
+        may_end = asyncio.Event()
+
+        async def hang(worker):
+            await may_end.wait()
+            return "samples"
+
+        async def watch_the_log():
+            # The test is ended from outside where the line never comes.
+            while "waiting for" not in caplog.text:
+                await asyncio.sleep(0.01)
+            may_end.set()
+
+        pool = WorkerPool(role, [Crew().worker(3)], None)
+        step = StepInFlight(5, [None], [asyncio.ensure_future(pool.run(hang, what))])
+        queue = RolloutQueue.__new__(RolloutQueue)
+        config = SimpleNamespace(placement="in_process", mode="sync")
+        queue.ctx = SimpleNamespace(online_config=config)
+        queue.in_flight = [step]
+        queue._receive_step = lambda step: asyncio.sleep(0, True)
+        return (await asyncio.gather(queue.next_batch(5), watch_the_log()))[0]
+
+    assert asyncio.run(run()).parts == ["samples"]
+    (line, *_) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("waiting for 1 requests; none was generated and scored in 0.05 s: ")
+    assert f"{role} worker 3: {what} for " in line
+
+
 def test_errors_of_an_engine_are_not_tried_again(work):
     crew = Crew({(1, 1): OSError("CUDA")})
     with pytest.raises(OSError, match="CUDA"):

@@ -19,6 +19,7 @@ from tests.pipeline.test_retraining import DECISION
 
 EXECUTION = "project/domain/a6f2"
 HOURS = 72
+REPORT = "s3://runs/a6f2/report.html"
 
 
 class Clock:
@@ -61,7 +62,9 @@ class Console:
 
     def wait(self) -> str:
         deadline = self.asked_at + timedelta(hours=HOURS)
-        return watch_approval.wait_for_answer(EXECUTION, "m version 3", self.asked_at, deadline)
+        return watch_approval.wait_for_answer(
+            EXECUTION, "m version 3", REPORT, self.asked_at, deadline
+        )
 
 
 def test_a_question_that_is_answered_is_recorded_as_it_was_asked(
@@ -76,7 +79,7 @@ def test_people_are_reminded_once_a_day(monkeypatch: pytest.MonkeyPatch) -> None
     console = Console(monkeypatch, answer_after=50)
     console.wait()
     assert console.alerts == [
-        f"m version 3 still waits for approval, {hours} hours more ({EXECUTION})"
+        f"m version 3 still waits for approval, {hours} hours more ({EXECUTION}); report: {REPORT}"
         for hours in (48, 24)
     ]
 
@@ -103,7 +106,9 @@ def test_a_pod_that_replaces_a_lost_one_does_not_repeat_reminders(
     console = Console(monkeypatch, answer_after=60)
     console.clock.time += timedelta(hours=30)
     console.wait()
-    assert console.alerts == [f"m version 3 still waits for approval, 24 hours more ({EXECUTION})"]
+    assert console.alerts == [
+        f"m version 3 still waits for approval, 24 hours more ({EXECUTION}); report: {REPORT}"
+    ]
 
 
 @pytest.mark.parametrize("hours_later", [-1, 100])
