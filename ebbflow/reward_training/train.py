@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 from ebbflow.data.labels import LabelFileError, Labels
+from ebbflow.data.twins import normalize_text
 from ebbflow.models.base import default_device
 from ebbflow.progress import show_progress
 from ebbflow.recipe.reward_model import RewardModelConfig
@@ -32,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 def is_held_out(prompt: str, share: float) -> bool:
-    """Return whether the labels of a prompt are held out: a function of its text alone."""
+    """Return whether the labels of a spelling of a prompt are held out: a function of its text
+    alone.
+    """
     digest = hashlib.sha256(prompt.encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -40,15 +43,21 @@ def is_held_out(prompt: str, share: float) -> bool:
 def split_labels(labels: Labels, share: float) -> tuple[list[int], list[int]]:
     """Return the positions of the answers that are trained on, and of those that are held out.
 
+    A prompt in several spellings (``twins.normalize_text``) is on one side: it is held out only if
+    each of them is, so that what a champion has trained on is not held out when a new spelling is
+    labelled.
+
     Args:
         share: of the prompts that are held out.
     """
+    texts = {prompt: normalize_text(prompt) for prompt in set(labels.prompts)}
+    trained_texts = {text for prompt, text in texts.items() if not is_held_out(prompt, share)}
     trained: list[int] = []
     held_out: list[int] = []
     pictures = [judgement.first for judgement in labels.judgements]
     pictures = pictures or [rating.picture for rating in labels.ratings]
     for position, picture in enumerate(pictures):
-        side = held_out if is_held_out(labels.prompts[picture], share) else trained
+        side = trained if texts[labels.prompts[picture]] in trained_texts else held_out
         side.append(position)
     return trained, held_out
 

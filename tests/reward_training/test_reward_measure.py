@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ebbflow.data.labels import Judgement, Labels
 from ebbflow.reward_training.decide import decide_reward_model
 from ebbflow.reward_training.measure import (
     Share,
@@ -23,6 +24,7 @@ from ebbflow.reward_training.train import (
     compute_rating_loss,
     fit_scale,
     is_held_out,
+    split_labels,
 )
 
 
@@ -89,6 +91,23 @@ def test_prompts_stay_on_their_side_and_the_share_is_kept():
     # A mean of 800 with a standard deviation of 25.
     assert 700 < len(held_out) < 900
     assert all(is_held_out(prompt, 0.3) for prompt in held_out)
+
+
+def test_no_spelling_of_a_held_out_prompt_is_trained_on():
+    spellings = [(f"Signs of {index}.", f"signs of {index}") for index in range(200)]
+    # Some pairs of spellings would be on both sides, and some on the held-out one.
+    counts = [sum(is_held_out(text, 0.4) for text in pair) for pair in spellings]
+    assert min(counts.count(0), counts.count(1), counts.count(2)) > 10
+    labels = Labels()
+    for text in (text for pair in spellings for text in pair):
+        first, second = (labels.add_picture(text, content) for content in (b"first", b"second"))
+        labels.judgements.append(Judgement(first, second, 1.0))
+    trained, held_out = split_labels(labels, 0.4)
+    assert sorted(trained + held_out) == list(range(400))
+    assert {position // 2 for position in held_out} == {
+        index for index, count in enumerate(counts) if count == 2
+    }
+    assert not {position // 2 for position in trained} & {position // 2 for position in held_out}
 
 
 PROMPTS = [str(index) for index in range(60)]
