@@ -75,6 +75,18 @@ def _read_scheduled_recipe(schedule: ScheduleConfig) -> Recipe:
                     " disk of this machine, so every run would fail; give a URI such as"
                     " s3://bucket/name"
                 )
+    # Files that Ebbflow ships change with the image alone, and random strings with nothing.
+    changing = [source for source in recipe.prompts.source_files if "://" in source]
+    if changing and not recipe.prompts.held_out_source:
+        logger.warning(
+            "schedule %s: %s of %s holds out prompts of %s itself, which the first promotion pins:"
+            " once the file changes, runs fail. If it ever does, set prompts.held_out_source and"
+            " prompts.held_out (docs/promotion.md)",
+            schedule.name,
+            "prompts.mixture" if recipe.prompts.mixture else "prompts.source",
+            schedule.recipe,
+            ", ".join(changing),
+        )
     promotion = recipe.promotion.model_copy(
         update={"approval": recipe.promotion.approval or schedule.approval}
     )

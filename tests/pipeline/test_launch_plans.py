@@ -5,6 +5,7 @@ dynamic's own compilation.
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from contextlib import nullcontext
 from datetime import timedelta
@@ -218,6 +219,27 @@ def test_a_schedule_that_would_always_fail_is_refused_when_registering(
     (tmp_path / "signs.txt").write_text("")
     with pytest.raises(RecipeError, match=f"schedule nightly: {problem}"):
         launch_plans._read_scheduled_recipe(ScheduleConfig(name="nightly", recipe=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "warns"),
+    [
+        ("{source: s3://b/p.txt}", True),
+        ("{mixture: [{source: ebbflow:datasets/signs/prompts.txt}, {source: s3://b/p.txt}]}", True),
+        ("{source: s3://b/p.txt, held_out_source: s3://b/judged.txt, held_out: 128}", False),
+        ("{source: ebbflow:datasets/signs/prompts.txt}", False),
+        ("{}", False),
+    ],
+)
+def test_a_schedule_that_fails_once_its_prompt_file_changes_warns_when_registering(
+    prompts: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"output: s3://b/r\nprompts: {prompts}\n")
+    launch_plans._read_scheduled_recipe(ScheduleConfig(name="nightly", recipe=str(file)))
+    warning = r"schedule nightly: .* of s3://b/p\.txt itself.*set prompts\.held_out_source"
+    assert bool(re.search(warning, caplog.text)) == warns
+    assert warns or not caplog.text
 
 
 # --- approval
