@@ -80,7 +80,7 @@ def describe_outcome(
     rises = [rises_each_turn(run["arms"]["flywheel"]) for run in runs]
     hacked = [is_hacked(run["arms"]["jpeg"]) for run in runs]
     gaps = [
-        run["arms"]["flywheel"][-1]["true"] - run["arms"]["first_model"][-1]["true"] for run in runs
+        run["arms"]["first_model"][-1]["true"] - run["arms"]["flywheel"][-1]["true"] for run in runs
     ]
     replaced = [
         sum(record["decision"]["promote"] for record in run["reward_models"][1:]) for run in runs
@@ -94,9 +94,9 @@ def describe_outcome(
         "",
         f"A later reward model replaced the first one {sum(replaced)} times in"
         f" {len(runs) * (len(runs[0]['reward_models']) - 1)}; the others did not agree measurably"
-        " more often with held-out answers. The reader begins as one that was"
-        " trained on rendered letters. Policies that train to the end on the first reward model"
-        f" end {format_range(gaps)} below the circle's.",
+        " more often with held-out answers. The reader begins as one that was trained on rendered"
+        " letters. The true score of policies that train to the end on the first"
+        f" reward model differs from the circle's by {format_range(gaps)}.",
     ]
 
 

@@ -124,8 +124,8 @@ def _format_falls(tables: Tables, years: int) -> list[str]:
             f" {promotion.guardrail_tolerance.default:g} is ruled out with 97.5 % confidence. Falls"
             " count standard deviations of the champion's prompts as the look measures them. The"
             " paired differences have the standard deviation of the prompts; *on few prompts*:"
-            f" one prompt in six falls by {DEEP_FALL:g}, and the others do not change. One sample"
-            " in 16 of 16 prompts has none of these, and then the test cannot see the fall."
+            f" one prompt in six falls by {DEEP_FALL:g}, and the others do not change. One in 16"
+            " sets of 16 prompts has none that falls, and then the test cannot see the fall."
             f" Shares of {looks:,} looks, whose standard error at 2.5 % is {error:.2f} %."
         ),
         "",

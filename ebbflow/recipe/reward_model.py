@@ -58,7 +58,7 @@ class RewardModelConfig(Strict):
     weight_decay: float = Field(0.01, ge=0)
     held_out: float = Field(0.2, gt=0, lt=1)
     """Share of the prompts whose labels are not trained on. A prompt stays on its side when labels
-    are added."""
+    are added, unless a spelling of it that is trained on is new."""
     queue: int = Field(200, ge=1)
     """Pairs that a turn of the flywheel leaves for people to label (docs/flywheel.md)."""
     hacked: PathText | None = None
