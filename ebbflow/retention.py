@@ -122,14 +122,14 @@ def link_equal_folders(output: Path) -> int:
     return the bytes that this freed.
 
     A base model is then stored once, however many runs and versions have it. Nothing writes into a
-    committed folder: who replaces one makes new files. Folders of runs that a process executes are
-    left alone: who replaces one checks first that nobody changes it.
+    committed folder: who replaces one makes new files. Folders of runs, trainings and queues that a
+    process works in are left alone: who replaces one checks first that nobody changes it.
     """
     folders = defaultdict(list)
     for commit in sorted(output.rglob(COMMIT)):
         folder = commit.parent
-        # A run that is under way deletes folders while they are read.
-        with _lock_run_of(output, folder) as is_free:
+        # What is under way deletes folders while they are read.
+        with _lock_owner_of(output, folder) as is_free:
             if is_free and (folder / MANIFEST).is_file() and not folder.is_symlink():
                 folders[commit.read_text(errors="replace").strip()].append(folder)
     freed = 0
@@ -139,7 +139,7 @@ def link_equal_folders(output: Path) -> int:
             continue
         whole = [folder for folder in equal if _is_whole(folder)]
         for folder in whole[1:]:
-            with _lock_run_of(output, folder) as is_free:
+            with _lock_owner_of(output, folder) as is_free:
                 if is_free:
                     freed += _link_files(whole[0], folder)
     return freed
@@ -152,12 +152,14 @@ def _read_inodes(folder: Path) -> tuple[tuple[int, int], ...]:
 
 
 @contextmanager
-def _lock_run_of(output: Path, folder: Path) -> Iterator[bool]:
-    """Lock the run that a folder below ``output`` belongs to, if it is one of a run's; yields
-    whether no process executes it.
+def _lock_owner_of(output: Path, folder: Path) -> Iterator[bool]:
+    """Lock the run, the training or the queue that a folder below ``output`` belongs to, if it is
+    one of theirs; yields whether no process works there.
     """
-    lock = output.joinpath(*folder.relative_to(output).parts[:1], LOCK)
-    if lock.is_file():
+    # Of a run output/RUN, of a queue output/queues/RECIPE: the outermost folder with a lock.
+    homes = [parent for parent in reversed(folder.parents) if output in parent.parents]
+    lock = next((home / LOCK for home in homes if (home / LOCK).is_file()), None)
+    if lock:
         with try_lock(lock) as is_free:
             yield is_free
     else:

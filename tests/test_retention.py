@@ -329,6 +329,19 @@ def test_folders_of_a_run_that_is_under_way_are_not_touched(nights: Nights) -> N
     assert not list(nights.output.rglob(".*.link*"))
 
 
+@pytest.mark.parametrize("home", ["queues/mine", "reward_models/taste/0123456789ab"])
+def test_folders_of_a_turn_that_is_under_way_are_not_touched(nights: Nights, home: str) -> None:
+    run = nights.run()
+    base = nights.output / home / "base"
+    _write_folder(base, b"b" * BASE_BYTES)
+    shared = run / "nodes" / "base-model" / "base" / "model.safetensors"
+    with lock_folder(base.parent):
+        link_equal_folders(nights.output)
+        assert (base / "model.safetensors").stat().st_nlink == 1
+    link_equal_folders(nights.output)
+    assert shared.samefile(base / "model.safetensors")
+
+
 def test_folders_that_share_their_files_are_not_read_again(
     nights: Nights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
