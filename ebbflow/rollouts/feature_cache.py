@@ -164,6 +164,8 @@ def _select_cacheable_blocks(network: nn.Module) -> nn.Module:
 
 def _register_sharded_blocks(network: nn.Module) -> None:
     """Tell diffusers what the blocks that FSDP2 has given a class of their own return."""
+    # diffusers fills the registry when it is first asked, which in a process may be only below.
+    TransformerBlockRegistry._register()
     for block in network.modules():
         registered = TransformerBlockRegistry._registry
         if type(block) in registered:
