@@ -35,8 +35,8 @@ FAST = ("sd3", "flux", "wan")
 CACHED = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.exhaustive)
     for name, family in FAMILIES.items()
-    # The families that edit images have the networks of others, and take a minute each.
-    if family.feature_caches and name != "glyph" and not family.edits_images
+    # ``test_feature_cache`` has the glyph model.
+    if family.feature_caches and name != "glyph"
 ]
 
 
