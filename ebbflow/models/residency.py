@@ -18,7 +18,7 @@ RESIDENT_SHARE = 0.05
 of an image model is 335 MB in float32, and is called for every micro-batch.
 """
 ACTIVATIONS_SHARE = 0.25
-"""Of the bytes of text encoders, at least free besides them while they compute."""
+"""Of the bytes of text encoders, which have to be free as well while they compute."""
 
 
 @contextmanager
@@ -42,13 +42,13 @@ def parts_on_device(
             for tensor in _list_tensors(network)
             if tensor.device == device and not isinstance(tensor, DTensor)
         ]
-    for tensor in waiting:
-        tensor.data = tensor.data.to("cpu")
     # Frozen weights are not copied back: what is in main memory stays there.
     in_main_memory = [tensor.data for tensor in absent]
-    for tensor in absent:
-        tensor.data = tensor.data.to(device)
     try:
+        for tensor in waiting:
+            tensor.data = tensor.data.to("cpu")
+        for tensor in absent:
+            tensor.data = tensor.data.to(device)
         yield
     finally:
         if waiting or needed > RESIDENT_SHARE * count_free_bytes(device):

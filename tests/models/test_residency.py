@@ -59,6 +59,35 @@ def test_an_error_leaves_parts_and_networks_where_they_were(monkeypatch):
         assert list_devices(network) == {"cuda"}
 
 
+def test_a_part_that_does_not_fit_either_leaves_all_where_they_were(monkeypatch):
+    class TooLarge(nn.Parameter):
+        """What ``tensor.data`` is of a weight for which the device has no memory."""
+
+        @property
+        def data(self):
+            return self
+
+        @data.setter
+        def data(self, value):
+            assert value is self
+
+        def to(self, device):
+            raise torch.OutOfMemoryError(str(device))
+
+    monkeypatch.setattr(residency, "count_free_bytes", lambda device: 0)
+    part = build_part()
+    part.bias = TooLarge(torch.zeros(2))
+    with pretend_cuda():
+        network = build_part().to(CUDA)
+        with (
+            pytest.raises(torch.OutOfMemoryError),
+            parts_on_device(CUDA, [part], [network]),
+        ):
+            raise AssertionError("it does not fit")
+        assert list_devices(part) == {"cpu"}
+        assert list_devices(network) == {"cuda"}
+
+
 def test_the_cpu_has_no_limit_and_nothing_moves():
     part = build_part()
     address = part.weight.data_ptr()
