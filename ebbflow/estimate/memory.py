@@ -25,12 +25,12 @@ activations    n s h L 34 b / 2 (2205.05198, without the scores that flash atten
                that is more. Where adapters are merged to generate
                (``Policy.merged_weight_bytes``), 4 bytes for each element of the weights that they
                adapt. With ``rollout_cache`` n s h b for each output that it keeps: 2 or 3, and of
-               ``taylor_seer`` (order + 1) L. On the gradient of the reward also the VAE while
-               it decodes with gradient, and of the network of each reward n s h L 34 b / 2 for the
-               image; of several steps with gradient, which are repeated, the larger of
-               the two. With ``reuse_rollout_forward`` what is kept for all trained steps of all
-               samples of a step at once, and where full weights are cast to 16 bits, 2 P for each
-               of the forward passes
+               ``taylor_seer`` order + 1 for each attention layer. On the gradient of the reward
+               also the VAE while it decodes with gradient, and of the network of each reward
+               n s h L 34 b / 2 for the image; of several steps with gradient, which are repeated,
+               the larger of the two. With ``reuse_rollout_forward`` what is kept for all trained
+               steps of all samples of a step at once, and where full weights are cast to 16 bits,
+               2 P for each of the forward passes
 samples        4 D for each latent, and the encoded prompts; of a trajectory the latents before and
                after its trained steps, and their means where the loss compares them; of a few-step
                student two latents for each step
@@ -438,7 +438,9 @@ class ProcessMemory:
         )
         extra = self.merged_weight_bytes(precision) if merges else 0
         if config.rollout_cache:
-            kept = config.rollout_cache.count_kept_outputs(self.sizes.blocks)
+            # Blocks with attention to the text of their own, as Wan's, have two layers.
+            attention_layers = sum(name.endswith(".to_q") for name in self.sizes.linears)
+            kept = config.rollout_cache.count_kept_outputs(attention_layers)
             outputs = self.sample.tokens * self.sizes.width * BYTES[precision] * kept
             extra += min(samples, config.micro_batch) * self.sample.passes * outputs
         return self._generation_bytes(samples, config.micro_batch, precision, extra)

@@ -28,12 +28,12 @@ class FeatureCacheConfig(Strict):
 
     name: str
 
-    def count_kept_outputs(self, blocks: int) -> int:
+    def count_kept_outputs(self, attention_layers: int) -> int:
         """Return how many outputs of a block or layer, [tokens, width], a sample keeps between
         steps, for the estimate of memory.
 
         Args:
-            blocks: of the network.
+            attention_layers: of the network; a block has one or two.
         """
         raise NotImplementedError
 
@@ -47,7 +47,7 @@ class FirstBlockCacheConfig(FeatureCacheConfig):
     """Largest relative change of the first block's residual, mean(|r - r_last|) / mean(|r_last|)
     over a micro-batch, at which the other blocks are skipped."""
 
-    def count_kept_outputs(self, blocks: int) -> int:
+    def count_kept_outputs(self, attention_layers: int) -> int:
         # The output and the residual of the first block, and the residual of all others.
         return 3
 
@@ -64,8 +64,8 @@ class TaylorSeerCacheConfig(FeatureCacheConfig):
     order: int = Field(1, ge=0, le=4)
     """Order of the series. Each layer keeps ``order`` + 1 outputs in memory."""
 
-    def count_kept_outputs(self, blocks: int) -> int:
-        return blocks * (self.order + 1)
+    def count_kept_outputs(self, attention_layers: int) -> int:
+        return attention_layers * (self.order + 1)
 
 
 class MagCacheConfig(FeatureCacheConfig):
@@ -85,7 +85,7 @@ class MagCacheConfig(FeatureCacheConfig):
     retention: float = Field(0.2, ge=0, le=1)
     """Share of the first steps that are never skipped."""
 
-    def count_kept_outputs(self, blocks: int) -> int:
+    def count_kept_outputs(self, attention_layers: int) -> int:
         # The input of the first block, and the residual of all blocks.
         return 2
 
