@@ -65,7 +65,8 @@ class ComplexRotaryAttention(FluxAttnProcessor):  # type: ignore[misc]
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )
-        mixed = mixed.flatten(2, 3)
+        # As diffusers does for attention kernels that return another precision.
+        mixed = mixed.flatten(2, 3).to(query.dtype)
         if encoder_hidden_states is None:
             return mixed
         text, image = mixed[:, :text_tokens], mixed[:, text_tokens:]
