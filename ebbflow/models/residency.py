@@ -25,7 +25,7 @@ ACTIVATIONS_SHARE = 0.25
 def parts_on_device(
     device: torch.device, parts: Sequence[nn.Module], networks: Sequence[nn.Module] = ()
 ) -> Iterator[None]:
-    """The parts on the device inside the block; after it in main memory, but for small ones.
+    """Have the parts on the device inside the block; after it in main memory, but for small ones.
 
     Args:
         networks: wait in main memory during the block where the parts do not fit with them. Weights
