@@ -89,7 +89,13 @@ def hook_networks(
                 _register_sharded_blocks(network)
                 # The context of a pass is set on all hooks below a registry of the network.
                 HookRegistry.check_if_exists_or_initialize(network)
-                apply_hooks(network)
+                try:
+                    apply_hooks(network)
+                except ValueError as error:  # a class of blocks that diffusers does not know
+                    raise ModelError(
+                        f"rollout_cache.name = {name!r} does not fit {type(network).__name__}:"
+                        f" {error} Leave rollout_cache out"
+                    ) from error
                 registries = [vars(module).get(HOOKS) for module in network.modules()]
                 if not any(registry and registry.hooks for registry in registries):
                     raise ModelError(

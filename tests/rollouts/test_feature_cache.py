@@ -187,6 +187,23 @@ def test_network_without_a_known_layer_is_refused():
         pass
 
 
+@pytest.mark.parametrize("cache", [SKIPPING[0], SKIPPING[2]], ids=name_of)
+def test_network_of_unknown_blocks_is_refused(cache):
+    class OwnNetwork(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+    strange = SimpleNamespace(transformer=OwnNetwork())
+    attributes = [set(vars(module)) for module in strange.transformer.modules()]
+    with (
+        pytest.raises(ModelError, match="does not fit OwnNetwork.*Linear.*Leave rollout_cache out"),
+        cache_features(strange, cache, STEPS, "float32"),
+    ):
+        pass
+    assert [set(vars(module)) for module in strange.transformer.modules()] == attributes
+
+
 def test_measured_ratios_are_those_of_the_residuals(trained_model, make_keys):
     conditioning = trained_model.encode_texts(TEXTS)
     keys = make_keys(6)
