@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebbflow.data.schema import ADVANTAGES, build_score_schema
-from ebbflow.storage import tables
+from ebbflow.storage import disk, tables
 from ebbflow.storage.tables import (
     TableError,
     count_rows,
@@ -34,6 +35,23 @@ about = st.dictionaries(
     st.one_of(st.integers(), st.text(max_size=5), st.lists(st.booleans(), max_size=2)),
 )
 in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def test_a_table_survives_a_power_loss_before_it_has_its_name(tmp_path, monkeypatch):
+    path = tmp_path / "scores.parquet"
+    synced = []
+    sync = disk.os.fsync
+
+    def sync_and_remember(descriptor):
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size, path.exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(disk.os, "fsync", sync_and_remember)
+    write_table(path, SCHEMA, [batch([(1, 0, 0.5, 0.5, None)])], {})
+    # The whole file under another name, and then the folder that has the new one.
+    assert synced[0] == (path.stat().st_ino, path.stat().st_size, False)
+    assert synced[1][0] == tmp_path.stat().st_ino
+    assert synced[1][2]
 
 
 def batch(table_rows):

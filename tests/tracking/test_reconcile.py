@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,8 +23,9 @@ from ebbflow.tracking import reconcile
 from ebbflow.tracking.parent_run import end_dead_runs, finish_run, open_run, start_run
 from ebbflow.tracking.reconcile import ENDED_BY, Ending
 from ebbflow.tracking.sender import open_child_run
-from ebbflow.tracking.store import EXECUTION, connect_to_store
+from ebbflow.tracking.store import EXECUTION, connect_to_store, resolve_tracking_uri
 from tasks import executions
+from tasks.start_run import _end_dead_runs as end_dead_runs_before_this_one
 
 
 @pytest.fixture
@@ -52,6 +55,44 @@ def test_a_local_run_without_a_process_is_killed_with_its_nodes(recipe: Recipe) 
     assert _status(client, dead.run_id) == _status(client, node) == "KILLED"
     assert client.get_run(dead.run_id).data.tags[ENDED_BY] == "its process is gone"
     assert end_dead_runs(recipe) == []
+
+
+RUN_UNTIL_KILLED = """
+import sys, time
+from pathlib import Path
+import yaml
+from ebbflow.recipe import Recipe
+from ebbflow.storage.locks import lock_folder
+from ebbflow.tracking.parent_run import start_run
+from ebbflow.tracking.sender import open_child_run
+
+run = start_run(Recipe.model_validate(yaml.safe_load(sys.stdin.read())), None)
+with lock_folder(Path(run.folder)):
+    print(run.run_id, open_child_run(run, "1.1 online").run_id, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_next_run_ends_one_whose_process_was_killed(recipe: Recipe) -> None:
+    keys = yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True))
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN_UNTIL_KILLED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(keys)
+        process.stdin.close()
+        run_id, node_id = process.stdout.readline().split()
+        client = connect_to_store(resolve_tracking_uri(recipe))
+        end_dead_runs_before_this_one(recipe)
+        assert _status(client, run_id) == "RUNNING", "its process lives"
+        process.kill()
+        process.wait()
+    end_dead_runs_before_this_one(recipe)
+    assert _status(client, run_id) == _status(client, node_id) == "KILLED"
 
 
 def test_a_run_that_starts_has_no_folder_yet(

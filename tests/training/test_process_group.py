@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -76,6 +77,18 @@ def test_a_group_of_cpus_is_left_after_an_error(launched):
     with pytest.raises(ValueError, match="a bug"):
         fail(ValueError("a bug"))
     assert not dist.is_initialized()
+
+
+def test_nccls_flight_recorder_is_on_unless_the_environment_says_otherwise(launched, monkeypatch):
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
+        # Set and removed, so that what the group sets is undone after the test.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "10")
+    with join_process_group():
+        assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+        assert os.environ["TORCH_FR_BUFFER_SIZE"] == "10"
+        assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].endswith("/flight_rank_")
 
 
 def test_a_timeout_names_the_phase_and_the_minutes(launched):
