@@ -183,11 +183,12 @@ def test_the_digest_of_the_latents_follows_pictures_vae_and_sizes_alone(
 
 
 def test_latents_follow_the_code_of_a_family_of_the_users_own(base, photos, tmp_path, monkeypatch):
-    package = tmp_path / "mine"
+    # Not "mine", which tests of the same process have imported from other folders.
+    package = tmp_path / "family_with_latents"
     package.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     ctx = context(base, photos)
-    model = ctx.recipe.model.model_copy(update={"family": "mine:Family"})
+    model = ctx.recipe.model.model_copy(update={"family": "family_with_latents:Family"})
     own = replace(ctx, recipe=ctx.recipe.model_copy(update={"model": model}))
 
     def describe(code):
