@@ -11,8 +11,9 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.evaluation.selection import find_best_policy
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch_artifact, make_node_output
+from tasks.files import make_node_output
 from tasks.resources import scorer_resources
+from tasks.score_both_sides import score_sides
 from tasks.types import EvaluatedPolicy, SpecialistPolicy
 
 
@@ -30,11 +31,7 @@ def choose_specialist(
     """
     from ebbflow.compute import require_requested_gpus, use_deterministic_kernels
     from ebbflow.evaluation.gate import decide_by_gate
-    from ebbflow.evaluation.gate_scores import (
-        describe_drift,
-        refuse_unequal_scores,
-        score_tables_together,
-    )
+    from ebbflow.evaluation.gate_scores import refuse_unequal_scores
     from ebbflow.storage.tables import read_table
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_decision
@@ -50,16 +47,7 @@ def choose_specialist(
     paths = {side: make_node_output(run, node, f"{side}.parquet") for side in sides}
     branch_recipe = recipe.select_branch(branch)
     with open_node_run(run, node) as run_logger:
-        evaluations = score_tables_together(
-            branch_recipe,
-            fetch_artifact(prompts),
-            {side: evaluated.evaluation for side, evaluated in sides.items()},
-            {side: fetch_artifact(evaluated.samples) for side, evaluated in sides.items()},
-            paths,
-        )
-        for side, evaluated in sides.items():
-            drift = describe_drift(side, evaluated.evaluation, evaluations[side])
-            run_logger.log_metrics(drift, step=0)
+        evaluations = score_sides(branch_recipe, prompts, sides, paths, run_logger)
         samples = [read_table(paths[side]) for side in sides]
         decision = decide_by_gate(
             branch_recipe, evaluations["candidate"], evaluations["champion"], *samples

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from flytekit import task
 from flytekit.types.file import FlyteFile
 
-from ebbflow.data.records import TrackedRun
+from ebbflow.data.records import Evaluation, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch_artifact, make_node_output
 from tasks.resources import scorer_resources
 from tasks.types import ChampionPolicy, EvaluatedPolicy
+
+if TYPE_CHECKING:
+    from ebbflow.tracking.child_run import RunLogger
 
 
 class GateSides(NamedTuple):
@@ -20,6 +25,31 @@ class GateSides(NamedTuple):
 
     candidate: EvaluatedPolicy
     champion: ChampionPolicy
+
+
+def score_sides(
+    recipe: Recipe,
+    prompts: FlyteFile,
+    sides: Mapping[str, EvaluatedPolicy],
+    targets: Mapping[str, Path],
+    run_logger: RunLogger,
+) -> dict[str, Evaluation]:
+    """Score the tables of all sides together, as ``score_tables_together``, and log how far their
+    scores have drifted since they were evaluated.
+    """
+    from ebbflow.evaluation.gate_scores import describe_drift, score_tables_together
+
+    evaluations = score_tables_together(
+        recipe,
+        fetch_artifact(prompts),
+        {side: evaluated.evaluation for side, evaluated in sides.items()},
+        {side: fetch_artifact(evaluated.samples) for side, evaluated in sides.items()},
+        targets,
+    )
+    for side, evaluated in sides.items():
+        drift = describe_drift(side, evaluated.evaluation, evaluations[side])
+        run_logger.log_metrics(drift, step=0)
+    return evaluations
 
 
 @task(cache=ONCE_PER_RUN, **scorer_resources())
@@ -34,7 +64,6 @@ def score_both_sides(
     pictures in one pass.
     """
     from ebbflow.compute import require_requested_gpus, use_deterministic_kernels
-    from ebbflow.evaluation.gate_scores import describe_drift, score_tables_together
     from ebbflow.tracking.child_run import open_node_run
 
     if recipe.deterministic:
@@ -46,16 +75,7 @@ def score_both_sides(
         sides["anchor"] = champion.anchor.evaluated
     paths = {side: make_node_output(run, node, f"{side}.parquet") for side in sides}
     with open_node_run(run, node) as run_logger:
-        evaluations = score_tables_together(
-            recipe,
-            fetch_artifact(prompts),
-            {side: evaluated.evaluation for side, evaluated in sides.items()},
-            {side: fetch_artifact(evaluated.samples) for side, evaluated in sides.items()},
-            paths,
-        )
-        for side, evaluated in sides.items():
-            drift = describe_drift(side, evaluated.evaluation, evaluations[side])
-            run_logger.log_metrics(drift, step=0)
+        evaluations = score_sides(recipe, prompts, sides, paths, run_logger)
     scored = {
         side: EvaluatedPolicy(
             policy=sides[side].policy,

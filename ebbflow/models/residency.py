@@ -18,7 +18,7 @@ RESIDENT_SHARE = 0.05
 of an image model is 335 MB in float32, and is called for every micro-batch.
 """
 ACTIVATIONS_SHARE = 0.25
-"""Of the bytes of text encoders, which have to be free as well while they compute."""
+"""Memory that must also be free for the activations of parts, as a share of their bytes."""
 
 
 @contextmanager

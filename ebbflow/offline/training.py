@@ -106,13 +106,19 @@ def train_epochs(
             if step + 1 == num_steps:
                 continue  # the policy folder follows at once, and needs no checkpoint before it
             if group_checkpoints and (loop.preempted or group_checkpoints.is_due(step + 1)):
-                state_to_save = loop.build_checkpoint_state()
-                with group_checkpoints.save_step(state.step, state_to_save) as folder:
-                    write_part(folder, updater)
-                    collect_parts(folder, updater)
+                _save_checkpoint(group_checkpoints, loop, updater)
             if loop.preempted:
                 raise loop.preemption_error()
     return _build_record(ctx, updater, rollouts, advantages, state)
+
+
+def _save_checkpoint(
+    checkpoints: GroupCheckpoints, loop: StageLoop, updater: PolicyUpdater
+) -> None:
+    """Save the state of the stage and this rank's part of what it trains."""
+    with checkpoints.save_step(loop.state.step, loop.build_checkpoint_state()) as folder:
+        write_part(folder, updater)
+        collect_parts(folder, updater)
 
 
 def _build_record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -28,6 +29,7 @@ class FeatureCacheConfig(Strict):
 
     name: str
 
+    @abstractmethod
     def count_kept_outputs(self, attention_layers: int) -> int:
         """Return how many outputs of a block or layer, [tokens, width], a sample keeps between
         steps, for the estimate of memory.
@@ -35,7 +37,6 @@ class FeatureCacheConfig(Strict):
         Args:
             attention_layers: of the network; a block has one or two.
         """
-        raise NotImplementedError
 
 
 class FirstBlockCacheConfig(FeatureCacheConfig):
