@@ -25,19 +25,30 @@ def write_report(path: Path) -> None:
     """Write the page and the picture next to the results."""
     results = json.loads(path.read_text())
     path.with_suffix(".md").write_text("\n".join(format_page(results)) + "\n")
-    FigureCanvasAgg(plot_scores([run for run in results["runs"] if run["arms"]])).print_png(
-        path.with_suffix(".png"), metadata={"Software": None}
-    )
+    picture = path.with_suffix(".png")
+    runs = list_trained_runs(results)
+    if not runs:
+        # The page has no picture then, and one of earlier results would belong to none.
+        picture.unlink(missing_ok=True)
+        return
+    canvas = FigureCanvasAgg(plot_scores(runs))
+    canvas.print_png(picture, metadata={"Software": None})
+
+
+def list_trained_runs(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs whose first reward model passed its gate, so that policies were trained."""
+    return [run for run in results["runs"] if run["arms"]]
 
 
 def format_page(results: dict[str, Any]) -> list[str]:
     """The lines of the page."""
-    runs = [run for run in results["runs"] if run["arms"]]
+    runs = list_trained_runs(results)
+    head = ["# Three turns of the circle", "", *describe_setting(results), ""]
+    if not runs:
+        stopped = describe_stopped(results["runs"]).strip()
+        return [*head, stopped, "", *format_reward_models(results)]
     return [
-        "# Three turns of the circle",
-        "",
-        *describe_setting(results),
-        "",
+        *head,
         *describe_outcome(results["runs"], runs),
         "",
         "![True score over the turns](flywheel.png)",
