@@ -43,6 +43,25 @@ def remember_run_folder(folder: str) -> None:
     _opened[:] = [folder]
 
 
+_turn: list[str] = []
+"""The turn of the flywheel that this process executes, once it is open."""
+
+
+def remember_turn(turn: str) -> None:
+    """From now on this process executes ``turn``, whose run is tagged with it."""
+    _turn[:] = [turn]
+
+
+def find_turn() -> str | None:
+    """Return the turn of the flywheel that this process executes; None in any other run."""
+    return _turn[0] if _turn else None
+
+
+def forget_turn() -> None:
+    """The turn has ended: further runs of this process are no part of it."""
+    _turn.clear()
+
+
 def how_to_resume() -> str:
     """What is kept where, and the command that resumes."""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -31,7 +31,7 @@ def collect_bad_cases(
     should label next.
     """
     from ebbflow.reward_training.folder import require_reward_model_config
-    from ebbflow.reward_training.queue import find_queue_folder
+    from ebbflow.reward_training.queue_folder import find_queue_folder
     from ebbflow.reward_training.turn import collect_next_turn
 
     folder = make_node_output(run, "next turn", "next_turn")

@@ -14,7 +14,7 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.recipe.stages import is_trained_in_group
-from ebbflow.resume import handle_interrupt, remember_run_folder
+from ebbflow.resume import find_turn, handle_interrupt, remember_run_folder
 from ebbflow.rewards.built_in.model import list_unpinned_models
 from ebbflow.run_list import RESOLVED_RECIPE, record_attempt
 from ebbflow.storage.disk import create_private_folder, write_text
@@ -135,11 +135,15 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
     from ebbflow.storage.identity import compute_code_digest, compute_inputs_digest
     from ebbflow.storage.locks import lock_folder
     from ebbflow.tracking import parent_run
+    from ebbflow.tracking.parent_run import TURN
 
     tags = {
         "ebbflow.code_digest": compute_code_digest(*CODE),
         "ebbflow.inputs_digest": compute_inputs_digest(recipe),
     }
+    turn = find_turn()
+    if turn:
+        tags[TURN] = turn
     stopped = parent_run.find_stopped_run(recipe, tags)
     run = stopped or parent_run.start_run(recipe, None, tags, SOURCE)
     if "://" in run.folder:
@@ -161,5 +165,5 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
             run.run_id,
             run.folder,
         )
-        parent_run.open_run(recipe, run)
+        parent_run.reopen_run(recipe, run)
     return run

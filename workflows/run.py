@@ -7,7 +7,7 @@ import logging
 from flytekit import FlyteContextManager
 
 from ebbflow.recipe import Recipe
-from ebbflow.resume import handle_interrupt
+from ebbflow.resume import forget_turn, handle_interrupt, remember_turn
 
 # flytekit has replaced the handler of SIGINT when it was imported.
 FlyteContextManager.add_signal_handler(handle_interrupt)
@@ -29,12 +29,18 @@ def run(recipe: Recipe) -> None:
 
 
 def turn(recipe: Recipe) -> None:
-    """Execute ``turn_flywheel`` on this machine.
+    """Execute ``turn_flywheel`` on this machine. A turn that was stopped is executed to its end.
 
     Raises:
         Exception: as ``run``.
     """
     logging.getLogger("flytekit").setLevel(logging.CRITICAL)
+    from ebbflow.reward_training.queue_folder import close_turn, open_turn
     from workflows.flywheel import turn_flywheel
 
-    turn_flywheel(recipe=recipe)
+    remember_turn(open_turn(recipe))
+    try:
+        turn_flywheel(recipe=recipe)
+    finally:
+        forget_turn()
+    close_turn(recipe)

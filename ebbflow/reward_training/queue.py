@@ -21,13 +21,14 @@ from ebbflow.recipe import Recipe
 from ebbflow.registry.download import download_champion
 from ebbflow.registry.lookup import find_champion
 from ebbflow.reward_training.folder import require_reward_model_config
+from ebbflow.reward_training.queue_folder import find_queue_folder
 from ebbflow.reward_training.select_pairs import select_pairs
 from ebbflow.rewards.base import Reward
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.seeding import derive_seed, permute_indices
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import remove_path
-from ebbflow.storage.layout import COPIED_MODELS, QUEUE, QUEUES
+from ebbflow.storage.layout import COPIED_MODELS, QUEUE
 from ebbflow.storage.locks import lock_folder
 from ebbflow.tracking.store import resolve_tracking_uri
 from ebbflow.training.policy import Policy
@@ -89,12 +90,6 @@ def generate_queue(
     pairs = select_pairs(ids, scores if reward else None, count, seed)
     write_queue(path, [(repeated[one].prompt, pngs[one], pngs[other]) for one, other in pairs])
     return len(pairs)
-
-
-def find_queue_folder(recipe: Recipe) -> Path:
-    """Return where the queue and the bad cases of a recipe's last turn are on this machine."""
-    root = Path("." if "://" in recipe.output else recipe.output)
-    return root / QUEUES / recipe.name
 
 
 def open_queue(recipe: Recipe) -> Path:

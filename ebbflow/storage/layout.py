@@ -7,5 +7,7 @@ TRAININGS = "reward_models"
 QUEUES = "queues"
 """``queues/RECIPE``: the pairs to label next, and the bad cases of the last turn."""
 QUEUE = "queue.parquet"
+TURN = "turn.txt"
+"""In a queue's folder while a turn is under way: what its run is tagged with."""
 COPIED_MODELS = ("base", "untrained", "champion")
 """Folders of a queue that only its generation needs."""

@@ -55,6 +55,8 @@ UNCOMMITTED = "ebbflow.uncommitted_changes"
 """The tag of a run whose code differs from its git commit."""
 RETRAINED_FROM = "ebbflow.retrained_from"
 """The tag of a run of a schedule that has ended well: the digest of what it was trained from."""
+TURN = "ebbflow.turn"
+"""The tag of the run of a turn of the flywheel: the turn, which ends after its run."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,16 +108,17 @@ def start_run(
 
 
 def find_stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | None:
-    """Find the newest run of the recipe with these tags, to be resumed with ``open_run``.
+    """Find the newest run of the recipe with these tags, to be resumed with ``reopen_run``.
 
-    None if it FINISHED, or if its folder is not on this machine: deleting the folder is how a user
-    starts over. A run that this machine was stopped in before it made the folder has no node yet.
+    None if it FINISHED, unless it is the run of a turn of the flywheel, whose end is the next
+    queue. None if its folder is not on this machine: deleting the folder is how a user starts over.
+    A run that this machine was stopped in before it made the folder has no node yet.
     """
     client, experiment_id = _open_store(recipe)
     run = find_run(
         client, experiment_id, {ROLE: "execution", DIGEST: recipe.digest, **tags}, order="DESC"
     )
-    if run is None or run.info.status == "FINISHED":
+    if run is None or (run.info.status == "FINISHED" and TURN not in tags):
         return None
     tracked = _build_tracked_run(recipe, run)
     if Path(tracked.folder).is_dir():
@@ -189,6 +192,15 @@ def open_run(recipe: Recipe, tracked: TrackedRun) -> None:
     client.set_tag(tracked.run_id, MACHINE, platform.node())
     log_params(client, tracked.run_id, flatten_settings(settings))
     client.log_text(tracked.run_id, yaml.safe_dump(settings, sort_keys=False), "recipe.yaml")
+
+
+def reopen_run(recipe: Recipe, tracked: TrackedRun) -> None:
+    """Resume a run that ``find_stopped_run`` has found. One that FINISHED stays so: only its turn
+    of the flywheel goes on, and its report has been written.
+    """
+    client = connect_to_store(tracked.tracking_uri)
+    if client.get_run(tracked.run_id).info.status != "FINISHED":
+        open_run(recipe, tracked)
 
 
 def format_run_name(recipe: Recipe, run_id: str) -> str:

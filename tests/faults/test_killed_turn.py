@@ -58,7 +58,7 @@ DEATHS = [
     "ebbflow.evaluation.evaluate:evaluate_folder:1:after",
     "ebbflow.training.update:PolicyUpdater.update_policy:2",
     "ebbflow.registry.promotion:create_version:1",
-    # The run is over: the next start is a new run, from the same policy.
+    # The run is over, the turn is not.
     "ebbflow.reward_training.queue:encode_pngs:2",
 ]
 
@@ -117,6 +117,17 @@ def test_one_reward_model_with_the_same_bytes_is_champion(
         left = [path.name for path in folder.glob("runs/reward_models/taste/*/*")]
         assert left == [".lock"]
     assert tags[0] == tags[1]
+
+
+def test_a_turn_has_one_run_however_often_it_was_killed(undisturbed: Path, disturbed: Path) -> None:
+    for folder in (undisturbed, disturbed):
+        (run,) = connect(folder).search_runs(
+            [experiment.experiment_id for experiment in connect(folder).search_experiments()],
+            "tags.`ebbflow.role` = 'execution'",
+        )
+        assert run.info.status == "FINISHED"
+        assert len(list(folder.glob("runs/fly-*"))) == 1
+        assert not list(folder.glob("runs/queues/fly/turn*"))
 
 
 def test_policies_have_the_same_weights(undisturbed: Path, disturbed: Path) -> None:
