@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 import string
 from collections.abc import Sequence
 
-from diffusers import QwenImageEditPipeline, QwenImagePipeline
+from diffusers import HunyuanVideo15Pipeline, QwenImageEditPipeline, QwenImagePipeline
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers import Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -83,6 +84,11 @@ LLAMA_SPECIALS = (
     "<|eot_id|>",
     "<pad>",
 )
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Qwen2.5's, as far as a system message and a prompt need it."""
 BYTES = sorted(ByteLevel.alphabet())
 """The letters that stand for the 256 bytes, in the published order: "!", with which SD3 pads, has
 id 0.
@@ -133,7 +139,20 @@ def build_qwen_tokenizer() -> Qwen2Tokenizer:
         pipeline.prompt_template_encode.split("<|vision_start|>")[0].split("{}")[0]
         for pipeline in _build_empty_qwen_pipelines()
     ]
-    # 100 copies: each word of the template is then more frequent than any pair of the sentences
+    return _train_qwen_tokenizer(heads)
+
+
+def build_hunyuan_qwen_tokenizer() -> Qwen2Tokenizer:
+    """The same of HunyuanVideo-1.5, whose pipeline cuts a head of 108 tokens off."""
+    encode = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds)
+    system = encode.parameters["system_message"].default
+    tokenizer = _train_qwen_tokenizer([f"system\n{system}", "user\n"])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _train_qwen_tokenizer(heads: Sequence[str]) -> Qwen2Tokenizer:
+    # 100 copies: each word of a head is then more frequent than any pair of the sentences
     merges = _train_byte_pairs(Qwen2Tokenizer(), [*SENTENCES, *100 * heads], BYTES, 500)
     words = [*BYTES, *map("".join, merges), *QWEN_SPECIALS]
     return Qwen2Tokenizer(

@@ -436,6 +436,13 @@ def require_resize(model: Any) -> None:
         )
 
 
+def find_lora_class(model: Any) -> Any:
+    """The class of diffusers that reads and writes the LoRA files of a model: its pipeline, but for
+    pipelines without that.
+    """
+    return getattr(model, "lora_class", model.pipeline_class)
+
+
 def _class_name(model: Any) -> str:
     return model.__name__ if isinstance(model, type) else type(model).__name__
 

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ebbflow.models.base import Model, trained_networks
+from ebbflow.models.base import Model, find_lora_class, trained_networks
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.adapters import ADAPTER, build_lora_config
@@ -61,7 +61,7 @@ def _write_lora(
     layers = get_peft_model_state_dict(network, state_dict=parameters, adapter_name=ADAPTER)
     # peft keeps the targets as a set, whose order differs between processes
     metadata = config.to_dict() | {"target_modules": sorted(config.target_modules or ())}
-    model.pipeline_class.save_lora_weights(
+    find_lora_class(model).save_lora_weights(
         folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
     )
     for file in folder.glob("*.safetensors"):
@@ -112,7 +112,7 @@ def read_parameters(
         for prefix in trained_networks(model.transformer):
             if config.train == "lora":
                 source = _lora_folder(folder, prefix)
-                layers = model.pipeline_class.lora_state_dict(
+                layers = find_lora_class(model).lora_state_dict(
                     source, use_safetensors=True, local_files_only=True
                 )
                 named |= {

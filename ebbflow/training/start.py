@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from ebbflow.models import Model
-from ebbflow.models.base import is_trainable, trained_networks
+from ebbflow.models.base import find_lora_class, is_trainable, trained_networks
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of_folder
@@ -133,7 +133,7 @@ def _load_published_lora(model: Model, source: Path) -> dict[str, tuple[Tensor, 
     # of each layer stands. So the LoRA is loaded beside our adapter and removed again, and no
     # format is parsed here.
     try:
-        state, metadata = model.pipeline_class.lora_state_dict(
+        state, metadata = find_lora_class(model).lora_state_dict(
             file, return_lora_metadata=True, use_safetensors=True, local_files_only=True
         )
         with warnings.catch_warnings():

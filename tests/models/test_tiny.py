@@ -19,6 +19,7 @@ from diffusers import (
     Flux2Pipeline,
     FluxKontextPipeline,
     FluxPipeline,
+    HunyuanVideo15Pipeline,
     HunyuanVideoPipeline,
     LTX2Pipeline,
     LTXPipeline,
@@ -136,6 +137,19 @@ PUBLISHED = {
             "tokenizer_2": CLIP,
             "transformer": "HunyuanVideoTransformer3DModel",
             "vae": "AutoencoderKLHunyuanVideo",
+        },
+    ),
+    "hunyuan_video_15": (
+        HunyuanVideo15Pipeline,
+        {
+            "scheduler": "FlowMatchEulerDiscreteScheduler",
+            "guider": "ClassifierFreeGuidance",
+            "text_encoder": "Qwen2_5_VLTextModel",
+            "text_encoder_2": "T5EncoderModel",
+            "tokenizer": "Qwen2Tokenizer",
+            "tokenizer_2": "ByT5Tokenizer",
+            "transformer": "HunyuanVideo15Transformer3DModel",
+            "vae": "AutoencoderKLHunyuanVideo15",
         },
     ),
     "ltx_video": (
