@@ -14,8 +14,12 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ebbflow.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,12 @@ the release notes of the CUDA Toolkit).
 """
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 """Where the kernel module says its version, also inside containers."""
+
+
+DRIVER_SIGNS = (DRIVER_FILE, Path("/dev/dxg"))
+"""One of them exists where a driver is loaded; the second under Windows' Linux."""
+PROCESSES = "EBBFLOW_TRAIN_PROCESSES"
+"""Environment variable: the training processes of a node (tasks/deployment.py)."""
 
 
 class GpuError(RuntimeError):
@@ -111,6 +121,49 @@ def require_gpu(place: str) -> None:
         f"{place} asks for a GPU, and torch sees none: {reason}. To train on the CPU, set 'gpus' to"
         f" 0 or unset {GPUS}"
     )
+
+
+def count_gpus() -> int:
+    """Count the GPUs that a process of this machine may use."""
+    # The import of torch takes seconds, which a command on a machine without a driver is spared.
+    if not any(path.exists() for path in DRIVER_SIGNS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def count_local_processes() -> int:
+    """Count the training processes of a run on this machine where neither ``train_processes`` nor
+    its variable is set: one for each GPU, and 2 without one.
+    """
+    return count_gpus() or 2
+
+
+def choose_rank_gpu(local_rank: int) -> torch.device | None:
+    """Choose the GPU of a rank of a training group, and make it this process's; None without CUDA.
+
+    Args:
+        local_rank: its number among the ranks of its machine.
+
+    Raises:
+        GpuError: the machine has fewer GPUs than ranks. NCCL would say "Duplicate GPU", or CUDA
+            "invalid device ordinal", and neither says what to change.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise GpuError(
+            f"rank {local_rank} of this machine has no GPU of its own: torch sees {num_gpus}; set"
+            f" {PROCESSES}={num_gpus}, or train_processes in the deployment, to the number of GPUs,"
+            " or CUDA_VISIBLE_DEVICES='' to train on CPUs"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def read_driver_version() -> str | None:

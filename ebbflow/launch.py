@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from ebbflow.compute import PROCESSES, count_local_processes
 from ebbflow.extras import MissingExtraError, require
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.output_folder import check_output_folder
@@ -148,6 +149,9 @@ def _prepare_environment(recipe: Recipe) -> None:
     if "://" not in recipe.output:
         check_output_folder(recipe.output)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # A deployment has a number of its own, and the pipeline reads both when it is imported.
+    if not os.environ.get("EBBFLOW_DEPLOYMENT") and not os.environ.get(PROCESSES):
+        os.environ[PROCESSES] = str(count_local_processes())
     # Programs of this environment are found where it has not been activated.
     os.environ["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]

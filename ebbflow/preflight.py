@@ -34,7 +34,7 @@ from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.recipe.stages import StageConfig, is_trained_in_group
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rewards.trial import RewardTrial, try_reward
-from ebbflow.run_notes import describe_missing_gpus, describe_run, describe_shares
+from ebbflow.run_notes import describe_gpus, describe_run, describe_shares
 from ebbflow.storage.artifacts import ArtifactError
 from ebbflow.tracking.node_sinks import check_sinks
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
@@ -119,7 +119,7 @@ def check_recipe(
     ]
     _warn_of_unread_prompts(recipe, trials)
     if not on_cluster:
-        notes += describe_missing_gpus(recipe)
+        notes += describe_gpus(recipe)
     return notes
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbflow.compute import count_gpus
 from ebbflow.data.prepare import select_branch_prompts
 from ebbflow.evaluation.look import (
     count_effective_samples,
@@ -195,22 +196,28 @@ def describe_run(recipe: Recipe, prepared: tuple[pa.Table, str] | None) -> list[
     return notes
 
 
-def describe_missing_gpus(recipe: Recipe) -> list[str]:
-    """Say which stages ask for more GPUs than this machine has; the run may be on another one."""
+def describe_gpus(recipe: Recipe) -> list[str]:
+    """Say which online stages ask for more GPUs than this machine has, and which leave some of them
+    idle; the run may be on another machine.
+    """
+    num_gpus = count_gpus()
     notes = []
     for index, stage in enumerate(recipe.stages):
         if stage.kind != "online":
             continue
         asked = sum(workers.count * workers.gpus for _, workers in stage.resources)
-        if asked:
-            import torch
-
-            num_gpus = torch.cuda.device_count()
-            if asked > num_gpus:
-                notes.append(
-                    f"stages.{index}.resources ask for {asked:g} GPUs, and this machine has"
-                    f" {num_gpus}: here the stage would not start"
-                )
+        if asked > num_gpus:
+            notes.append(
+                f"stages.{index}.resources ask for {asked:g} GPUs, and this machine has"
+                f" {num_gpus}: here the stage would not start"
+            )
+        # What a group of equal processes cannot have (OnlineStageConfig).
+        needs_one_process = stage.engine != "diffusers" or stage.reuse_rollout_forward
+        if num_gpus > 1 and stage.placement == "in_process" and not needs_one_process:
+            notes.append(
+                f"stages.{index} runs on one of the {num_gpus} GPUs of this machine; with"
+                " placement: colocated all of them generate and train"
+            )
     return notes
 
 

@@ -11,10 +11,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from ebbflow import launch
+from ebbflow import compute, launch
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.rewards.base import RewardError
 
@@ -26,6 +27,8 @@ IN_TASK = ROUNDS + "Error encountered while executing 'tasks.train_online.train_
 def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("TMPDIR", "PATH", "MLFLOW_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in ("EBBFLOW_TRAIN_PROCESSES", "EBBFLOW_DEPLOYMENT"):
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -85,6 +88,41 @@ def test_temporary_files_lie_in_the_output_folder(tmp_path: Path) -> None:
     assert os.environ["TMPDIR"] == tempfile.gettempdir() == str(tmp_path / "runs" / "flyte")
     assert Path(tempfile.gettempdir()).is_dir()
     assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+
+
+@pytest.fixture
+def three_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a driver and three GPUs."""
+    monkeypatch.setattr(compute, "DRIVER_SIGNS", (tmp_path,))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+
+def test_a_local_run_trains_with_a_process_for_each_gpu(tmp_path: Path, three_gpus: None) -> None:
+    launch._prepare_environment(Recipe(output=str(tmp_path / "runs")))
+    assert os.environ["EBBFLOW_TRAIN_PROCESSES"] == "3"
+
+
+def test_a_local_run_without_a_driver_trains_with_two_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "DRIVER_SIGNS", (tmp_path / "none",))
+    launch._prepare_environment(Recipe(output=str(tmp_path / "runs")))
+    assert os.environ["EBBFLOW_TRAIN_PROCESSES"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("variable", "processes"), [("EBBFLOW_TRAIN_PROCESSES", "5"), ("EBBFLOW_DEPLOYMENT", "")]
+)
+def test_a_local_run_keeps_the_processes_that_the_environment_or_a_deployment_names(
+    tmp_path: Path,
+    three_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    processes: str,
+) -> None:
+    monkeypatch.setenv(variable, "5")
+    launch._prepare_environment(Recipe(output=str(tmp_path / "runs")))
+    assert os.environ["EBBFLOW_TRAIN_PROCESSES"] == processes
 
 
 def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:

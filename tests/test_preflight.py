@@ -1,12 +1,12 @@
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.tiny_models import build_tiny
-from ebbflow import preflight
+from ebbflow import preflight, run_notes
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.data.pairs import PairError
@@ -741,16 +741,39 @@ def test_rewards_that_read_no_prompt_are_warned_of(
     assert all(text.startswith(expected) for text in says)
 
 
+def note_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_gpus: int, *stages: dict[str, Any]
+) -> list[str]:
+    """The notes about GPUs of a recipe with these online stages, on a machine with so many."""
+    monkeypatch.setattr(run_notes, "count_gpus", lambda: num_gpus)
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "stages": [{"kind": "online"} | stage for stage in stages]}
+    )
+    return [note for note in check_recipe(recipe, SERVER, on_cluster=False) if "GPU" in note]
+
+
 def test_gpus_that_this_machine_has_not_are_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     resources = {"training": {"gpus": 1}, "rollout": {"count": 2, "gpus": 1}}
-    stage = {"kind": "online", "placement": "ray", "resources": resources}
-    recipe = Recipe.model_validate({"output": str(tmp_path), "stages": [{"kind": "online"}, stage]})
-    notes = check_recipe(recipe, SERVER, on_cluster=False)
-    assert [note for note in notes if "GPU" in note] == [
+    split = {"placement": "ray", "resources": resources}
+    assert note_gpus(monkeypatch, tmp_path, 1, {}, split) == [
         "stages.1.resources ask for 3 GPUs, and this machine has 1: here the stage would not start"
+    ]
+
+
+def test_gpus_that_a_stage_in_one_process_leaves_idle_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reusing = {
+        "algorithm": {"name": "flow_grpo"},
+        "reuse_rollout_forward": True,
+        "updates_per_step": 1,
+    }
+    notes = note_gpus(monkeypatch, tmp_path, 8, {}, {"placement": "colocated"}, reusing)
+    assert notes == [
+        "stages.0 runs on one of the 8 GPUs of this machine; with placement: colocated all of them"
+        " generate and train"
     ]
 
 

@@ -28,6 +28,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from ebbflow.compute import choose_rank_gpu
 from ebbflow.resume import InterruptedAttempt
 from ebbflow.storage.disk import create_private_folder
 from ebbflow.training.heartbeats import exchange_heartbeats
@@ -221,10 +222,7 @@ def join_process_group(main_memory: bool = False) -> Iterator[Ranks]:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(create_private_folder() / "flight_rank_"))
-    device = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = choose_rank_gpu(int(os.environ["LOCAL_RANK"]))
     path = os.environ.get(STORE)
     if path:
         # The launcher sees how each rank on its own machine ends, so nobody has to be told.

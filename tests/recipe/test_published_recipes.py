@@ -517,6 +517,16 @@ def test_a_header_names_the_source_and_what_is_adapted(name):
     assert "\n# Adapted: " in header
 
 
+@pytest.mark.parametrize("name", [*PUBLISHED, *SPECIALISTS])
+def test_a_recipe_for_all_gpus_of_a_deployment_is_colocated(name):
+    path = ROOT / "workflows" / "recipes" / f"{name}.yaml"
+    text = " ".join(path.read_text().replace("\n#", "").split())
+    says_all = "as many as the deployment has" in text or "all GPUs of the deployment" in text
+    placements = {stage.placement for stage in load_recipe(path).stages if stage.kind == "online"}
+    assert placements == {"colocated" if says_all else "in_process"}
+    assert says_all == (name != "sd35_medium_ocr"), "the recipe for one GPU"
+
+
 @pytest.mark.parametrize(
     "name",
     [name for name in PUBLISHED if not FAMILIES[PUBLISHED[name]["model"]["family"]].edits_images],

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ebbflow.compute import GpuError
 from ebbflow.training import distributed
 from ebbflow.training.distributed import Ranks, enter_phase, join_process_group
 
@@ -38,6 +39,7 @@ def nccl(launched, monkeypatch):
     calls = []
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("use", device)))
     monkeypatch.setattr(
         dist,
@@ -64,6 +66,13 @@ def test_nccl_knows_the_gpu_of_its_rank_and_finishes_what_is_in_flight(nccl):
         pass
     device = torch.device("cuda", 3)
     assert nccl == [("use", device), ("nccl", device), "flush"]
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused_before_nccl_starts(nccl, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(GpuError, match="rank 3 .* torch sees 2; set EBBFLOW_TRAIN_PROCESSES=2"):
+        fail(AssertionError("the stage began"))
+    assert nccl == []
 
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
