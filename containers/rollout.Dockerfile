@@ -8,12 +8,12 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/ebbflow
 COPY containers/uv.txt containers/vllm-omni.txt containers/
-RUN pip install --no-cache-dir --requirement containers/uv.txt
+RUN pip install --no-cache-dir --require-hashes --requirement containers/uv.txt
 # Compiled here: in a pod, importing the engine would otherwise take twice as long at every start.
 ENV UV_COMPILE_BYTECODE=1
 RUN uv venv --python /usr/local/bin/python /opt/vllm-omni \
-    && uv pip install --python /opt/vllm-omni/bin/python --no-cache --constraints containers/vllm-omni.txt \
-        --build-constraints containers/vllm-omni.txt pyarrow vllm vllm-omni
+    && uv pip install --python /opt/vllm-omni/bin/python --no-cache --require-hashes \
+        --requirements containers/vllm-omni.txt --build-constraints containers/vllm-omni.txt
 COPY pyproject.toml constraints.txt ./
 RUN uv pip install --system --no-cache --constraints constraints.txt --requirements pyproject.toml --extra all
 COPY README.md LICENSE NOTICE ./

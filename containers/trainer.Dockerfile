@@ -5,7 +5,7 @@ FROM python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa1849
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ gcc && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/ebbflow
 COPY containers/uv.txt containers/
-RUN pip install --no-cache-dir --requirement containers/uv.txt
+RUN pip install --no-cache-dir --require-hashes --requirement containers/uv.txt
 # No pod may write bytecode, so the image has it: without it each start compiles torch and diffusers, half of their import.
 ENV UV_COMPILE_BYTECODE=1
 COPY pyproject.toml constraints.txt ./
