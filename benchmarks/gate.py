@@ -25,10 +25,11 @@ from tqdm import tqdm
 from benchmarks.gate_report import (
     DEEP_FALL,
     GUARDRAIL_LOOKS,
-    GUARDRAIL_NUMBERS,
     NUMBERS,
     OLD_TOLERANCE,
     RATCHET_NOISE,
+    RATCHET_NUMBERS,
+    REFUSED,
     write_report,
 )
 from ebbflow.evaluation.look import compute_look_error
@@ -37,6 +38,7 @@ from ebbflow.evaluation.statistics import (
     compute_fall_p_values,
     compute_gain_p_values,
 )
+from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.promotion import PromotionConfig
 
 WEEKS = 52
@@ -193,6 +195,7 @@ def simulate_year(
     offset: float = 0.0,
     spread: float = 0.0,
     old: bool = False,
+    unlimited: bool = False,
     samples: int = 1,
     disasters: bool = False,
     ideal: bool = False,
@@ -204,6 +207,7 @@ def simulate_year(
         offset, spread: mean and standard deviation of the candidates' true quality, relative to
             that of the first champion.
         old: as the gate was before: the champion keeps the scores that promoted it.
+        unlimited: decide as the gate did before, without a budget, but on new noise.
         disasters: candidates are those of ``add_disasters`` instead.
         ideal: decide by ``prove_gain_with_known_noise``.
     """
@@ -225,7 +229,7 @@ def simulate_year(
             candidate_quality = quality
         else:
             candidate = draw_scores(generator, candidate_quality, prompts, samples)
-        if old:
+        if old or unlimited:
             passed = prove_gain_by_bootstrap(candidate, champion)
         else:
             error = compute_look_error(promotion, spent)
@@ -355,7 +359,10 @@ def _simulate_one_looks(years: int) -> Iterator[list[str]]:
         cells = [simulate_one_look(10 * years, prompts, kind) for prompts in NUMBERS]
         yield [
             text,
-            *(f"{_percent(cell['before'])} → {_percent(cell['now'])}" for cell in cells),
+            *(
+                _format_change(prompts, _percent(cell["before"]), _percent(cell["now"]))
+                for prompts, cell in zip(NUMBERS, cells, strict=True)
+            ),
         ]
 
 
@@ -376,7 +383,7 @@ def _simulate_years(years: int) -> Iterator[list[str]]:
                 name,
                 str(prompts),
                 *(
-                    f"{form(one)} → {form(other)}"
+                    _format_change(prompts, form(one), form(other))
                     for form, one, other in (
                         (_format_share, before.false_promotions, after.false_promotions),
                         (_format_gain, before.gain, after.gain),
@@ -384,6 +391,11 @@ def _simulate_years(years: int) -> Iterator[list[str]]:
                     )
                 ),
             ]
+
+
+def _format_change(prompts: int, before: str, now: str) -> str:
+    """Format a cell: the gate of today refuses whatever it sees of too few prompts."""
+    return f"{before} → {now if prompts >= MIN_PROMPTS else REFUSED}"
 
 
 def _format_share(values: np.ndarray) -> str:
@@ -403,12 +415,15 @@ def _simulate_frontier(years: int) -> Iterator[list[str]]:
         equal = simulate_year(years, prompts, samples=samples)
         spread = simulate_year(years, prompts, samples=samples, spread=0.1)
         ideal = simulate_year(years, prompts, samples=samples, spread=0.1, ideal=True)
+        without_budget = partial(simulate_year, years, prompts, samples=samples, unlimited=True)
         yield [
             str(prompts),
             str(samples),
             _format_share(equal.false_promotions),
             _format_gain(spread.gain),
             _format_gain(ideal.gain),
+            _format_gain(without_budget(spread=0.1).gain),
+            _format_share(without_budget().false_promotions),
             _format_share(spread.promotions),
             _format_share(spread.false_promotions),
         ]
@@ -429,16 +444,19 @@ def _simulate_guardrails(years: int) -> Iterator[list[str]]:
         yield [
             name,
             *(
-                f"{_percent(simulate(prompts, old_fall, old=True))} →"
-                f" {_percent(simulate(prompts, fall))}"
-                for prompts in GUARDRAIL_NUMBERS
+                _format_change(
+                    prompts,
+                    _percent(simulate(prompts, old_fall, old=True)),
+                    _percent(simulate(prompts, fall)),
+                )
+                for prompts in NUMBERS
             ),
         ]
 
 
 def _simulate_ratchets(years: int) -> Iterator[list[str]]:
     for name, fall in (("ratchet: .04 a week", 0.04), ("drift: .01 a week", 0.01)):
-        for prompts in NUMBERS[1:]:
+        for prompts in RATCHET_NUMBERS:
             before = simulate_ratchet(years // 10, prompts, fall, old=True)
             after = simulate_ratchet(years // 10, prompts, fall)
             yield [

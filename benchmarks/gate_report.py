@@ -12,14 +12,16 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.promotion import PromotionConfig
 
 RESULTS = Path(__file__).parent / "results" / "gate.md"
 PICTURE = Path(__file__).parents[1] / "docs" / "static" / "gate.png"
-NUMBERS = (16, 64, 128)
+NUMBERS = (16, 24, 64, 128)
 """Held-out prompts."""
-GUARDRAIL_NUMBERS = (16, 24, 64, 128)
-"""Held-out prompts of the table of guardrails."""
+RATCHET_NUMBERS = (64, 128)
+REFUSED = "refused"
+"""What the gate of today does with fewer prompts than it needs."""
 RATCHET_NOISE = 0.2
 """Standard deviation of a guardrail's paired differences, in that of its prompts, of candidates
 that differ from the champion by little more than a slow fall.
@@ -61,9 +63,9 @@ def _format_gains(years: int, tables: Tables) -> list[str]:
             " the champion; *before → now* compares the gate of a percentile bootstrap at 2.5 % a"
             " look, on the same prompts and noise every week, with the gate of today, whose error"
             f" budget is {promotion.error_budget:g} in {promotion.looks_per_year} looks and whose"
-            " looks have new noise. Qualities count standard deviations of the prompts; a paired"
-            " difference has a standard deviation of 1.4 of them, as the two sides' scores are"
-            " independent."
+            f" looks have new noise. Below {MIN_PROMPTS} prompts it refuses. Qualities count"
+            " standard deviations of the prompts; a paired difference has a standard deviation of"
+            " 1.4 of them, as the two sides' scores are independent."
         ),
         "",
         "![A year of the gate](../../docs/static/gate.png)",
@@ -91,7 +93,8 @@ def _format_gains(years: int, tables: Tables) -> list[str]:
             " here; where they are alike, more of them are worth less. *Ideal*: the uniformly most"
             " powerful test at the same share of the budget, which knows that scores are normal"
             " and how noisy they are, and so does not fear disasters. No test that keeps the budget"
-            " finds more with as many samples."
+            " finds more with as many samples. *Without a budget*: the gate before, but on"
+            " new noise every week, as today; with its false years of equal candidates."
         ),
         "",
         *_format_table(
@@ -101,6 +104,8 @@ def _format_gains(years: int, tables: Tables) -> list[str]:
                 "false years, equal",
                 "gain a year, spread",
                 "ideal gain",
+                "gain without a budget",
+                "its false years",
                 "years with a promotion",
                 "false years, spread",
             ],
@@ -113,7 +118,7 @@ def _format_gains(years: int, tables: Tables) -> list[str]:
 def _format_falls(tables: Tables, years: int) -> list[str]:
     """Format the tables about guardrails."""
     promotion = PromotionConfig()
-    numbers = [f"n = {prompts}" for prompts in GUARDRAIL_NUMBERS]
+    numbers = [f"n = {prompts}" for prompts in NUMBERS]
     looks = GUARDRAIL_LOOKS * years
     error = 100 * math.sqrt(0.025 * 0.975 / looks)
     return [
@@ -125,7 +130,8 @@ def _format_falls(tables: Tables, years: int) -> list[str]:
             " count standard deviations of the champion's prompts as the look measures them. The"
             " paired differences have the standard deviation of the prompts; *on few prompts*:"
             f" one prompt in six falls by {DEEP_FALL:g}, and the others do not change. One in 16"
-            " sets of 16 prompts has none that falls, and then the test cannot see the fall."
+            " sets of 16 prompts has none that falls, so every test that passes an unchanged"
+            f" guardrail there also passes 6 % of these falls: hence the {MIN_PROMPTS} prompts."
             f" Shares of {looks:,} looks, whose standard error at 2.5 % is {error:.2f} %."
         ),
         "",
@@ -156,11 +162,12 @@ def plot_figure(tables: Tables, paths: Mapping[str, np.ndarray]) -> Figure:
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(10, 2.8), layout="constrained")
         panels = figure.subplots(1, 3)
-        equal = [row for row in tables["year"] if row[0].startswith("equal")]
+        years = [row for row in tables["year"] if REFUSED not in row[2]]
+        equal = [row for row in years if row[0].startswith("equal")]
         _plot_pairs(panels[0], equal, 2)
         panels[0].axhline(100 * PromotionConfig().error_budget, color="grey", linewidth=0.8)
         panels[0].set_title("years with a false promotion, %", loc="left", fontsize=9)
-        _plot_pairs(panels[1], [row for row in tables["year"] if row[0].startswith("spread")], 3)
+        _plot_pairs(panels[1], [row for row in years if row[0].startswith("spread")], 3)
         panels[1].set_title("gain a year, spread by .1 sd", loc="left", fontsize=9)
         for name, path in paths.items():
             panels[2].plot(range(1, len(path) + 1), path, color=COLOURS[name], label=name)

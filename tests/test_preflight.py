@@ -17,6 +17,7 @@ from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.preflight import check_recipe, read_prompt_table
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import TrajectoryConfig
+from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rewards.base import NO_TARGET, Reward, RewardError, RewardResult
 from ebbflow.run_notes import describe_passes, describe_run, describe_shares
@@ -527,18 +528,18 @@ def test_default_guardrails_that_read_are_left_out_of_prompts_without_text(tmp_p
 def test_a_guardrail_of_few_held_out_prompts_is_refused(tmp_path: Path) -> None:
     """The gate would refuse every policy of the run at its end."""
     texts = "".join(f'a sign that says "SIGN {number}"\n' for number in range(4))
-    plain = "".join(f"a drawing of {number} dogs\n" for number in range(16))
+    plain = "".join(f"a drawing of {number} dogs\n" for number in range(20))
     (tmp_path / "judged.txt").write_text(texts + plain)
     (tmp_path / "plain.txt").write_text(PLAIN)
     prompts = {
         "source": str(tmp_path / "plain.txt"),
         "held_out_source": str(tmp_path / "judged.txt"),
         "validation": 4,
-        "held_out": 20,
+        "held_out": MIN_PROMPTS,
     }
     recipe = on_plain_prompts(tmp_path, prompts=prompts, guardrails=["similarity"])
     with pytest.raises(
-        PromptError, match="similarity can score 4 of 20 held-out prompts, and the gate compares 16"
+        PromptError, match="similarity can score 4 of 24 held-out prompts, and the gate compares 24"
     ):
         check_recipe(recipe, SERVER, on_cluster=False)
 
@@ -570,7 +571,7 @@ def test_the_smallest_gain_that_the_gate_can_prove_is_said(held_out: int, sample
 def test_too_few_held_out_prompts_for_any_promotion_are_said(tmp_path: Path) -> None:
     notes = check_recipe(on_plain_prompts(tmp_path), SERVER, on_cluster=False)
     (note,) = [note for note in notes if note.startswith("the gate decides on")]
-    assert "8 held-out prompts, which are too few: it promotes nothing below 16" in note
+    assert "8 held-out prompts, which are too few: it promotes nothing below 24" in note
 
 
 @pytest.mark.parametrize("guardrails", [[], ["jpeg_compressibility"]])

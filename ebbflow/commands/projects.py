@@ -17,7 +17,7 @@ name: "{name}"
 # A model of Hugging Face: {{family: sd3, path: OWNER/NAME, revision: COMMIT}} (docs/models.md).
 model:
   training: {{steps: 100, batch: 16}}
-prompts: {{source: prompts.txt, validation: 8, held_out: 16}}
+prompts: {{source: prompts.txt, validation: 8, held_out: 24}}
 rewards:
   - similarity
   - {{name: "my_rewards:score_contrast", weight: 0.5}}

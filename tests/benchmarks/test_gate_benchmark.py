@@ -9,8 +9,9 @@ import math
 
 import pytest
 
-from benchmarks import gate
+from benchmarks import gate, gate_report
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.promotion import PromotionConfig
 
 YEARS = 120
@@ -43,7 +44,7 @@ def test_a_year_of_disasters_promotes_one_in_at_most_a_twentieth_of_years(prompt
 
 
 @pytest.mark.parametrize("kind", gate.KINDS)
-@pytest.mark.parametrize("prompts", [16, 64])
+@pytest.mark.parametrize("prompts", [24, 64])
 def test_one_look_is_as_often_wrong_as_it_says(kind: str, prompts: int) -> None:
     shares = gate.simulate_one_look(LOOKS, prompts, kind)
     assert shares["now"] <= bound(gate.ONE_LOOK, LOOKS)
@@ -86,6 +87,23 @@ def test_a_guardrail_that_fell_by_its_tolerance_passes_as_rarely_as_promised(
     tolerance = PromotionConfig().guardrail_tolerance.default
     share = gate.simulate_guardrail(4 * LOOKS, prompts, tolerance, concentrated=concentrated)
     assert share <= bound(gate.ONE_LOOK, 4 * LOOKS)
+
+
+def test_no_error_of_the_page_is_above_3_percent_and_few_prompts_are_refused() -> None:
+    """Of the committed table: looks at candidates that are no better, and at fallen guardrails."""
+    page = gate_report.RESULTS.read_text()
+    rows = [
+        line.strip("| ").split(" | ")
+        for title in ("## One look", "## Guardrails that pass")
+        for line in page.split(title)[1].split("\n## ")[0].splitlines()
+        if "→" in line and not line.startswith("| unchanged")
+    ]
+    assert len(rows) == len(gate.KINDS) + 3
+    for _, few, *cells in rows:
+        assert few.endswith("→ refused")
+        assert len(cells) == len(gate_report.NUMBERS) - 1
+        assert all(float(cell.split("→")[1].strip(" %")) <= 3 for cell in cells)
+    assert gate_report.NUMBERS[0] < MIN_PROMPTS == gate_report.NUMBERS[1]
 
 
 def test_guardrails_are_tested_by_proof() -> None:

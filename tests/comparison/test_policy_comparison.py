@@ -23,7 +23,7 @@ from ebbflow.training.policy_metadata import PolicyMetadata
 from tests.parameters import move
 from tests.report.page_structure import problems
 
-HELD_OUT = 16
+HELD_OUT = 24
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_a_policy_is_compared_with_its_base_model(
     assert str(pair / "evaluation.html") in result.stdout
     page = (pair / "evaluation.html").read_text()
     assert problems(page) == []
-    # Both sides of the first prompts, and nothing in the registry.
-    assert page.count('id="picture-') == 2 * HELD_OUT
+    # Both sides of the first 16 prompts, and nothing in the registry.
+    assert page.count('id="picture-') == 2 * 16
     store = connect_to_store(resolve_tracking_uri(Recipe(output=str(tmp_path / "none"))))
     assert not [one for one in store.search_registered_models() if one.name == "ebbflow-small"]
 

@@ -11,6 +11,7 @@ from ebbflow.data.prepare import prepare_prompt_table, select_branch_prompts
 from ebbflow.data.prompts import PromptError
 from ebbflow.data.schema import SPLITS
 from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe.guardrails import MIN_PROMPTS
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PAIRS = [first + second for first in LETTERS for second in LETTERS[:4]]
@@ -322,7 +323,7 @@ def branched(validation: int, files: list[Path]) -> Recipe:
 
 def test_a_branch_never_sees_what_is_held_out_of_the_run(tmp_path: Path) -> None:
     _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in PAIRS], two=[f"B{b}" for b in PAIRS])
-    recipe = branched(80, files)
+    recipe = branched(120, files)
     table, _ = prepare_prompt_table(recipe, *files)
     by_split = {
         split: {row["prompt_id"] for row in table.to_pylist() if row["split"] == split}
@@ -344,8 +345,8 @@ def test_the_gate_of_a_branch_must_be_able_to_compare(tmp_path: Path) -> None:
     files = [tmp_path / "one.txt", tmp_path / "two.txt"]
     files[0].write_text("".join(f'a sign "A{text}"\n' for text in PAIRS))
     files[1].write_text("".join(f"a photo of {text}\n" for text in PAIRS))
-    settings = branched(80, files).model_dump(mode="json", exclude_unset=True)
-    settings["prompts"]["held_out"] = 48
+    settings = branched(120, files).model_dump(mode="json", exclude_unset=True)
+    settings["prompts"]["held_out"] = 60
     settings |= {
         "model": {"family": "sd3", "path": "somewhere"},
         "rewards": ["jpeg_compressibility"],
@@ -362,12 +363,15 @@ def test_a_branch_needs_as_many_prompts_as_its_gate_compares(tmp_path: Path) -> 
     _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in PAIRS], two=[f"B{b}" for b in PAIRS])
     with pytest.raises(
         PromptError,
-        match=r"one has \d+ validation prompts, of which its gate compares \d+ and needs 16",
+        match=(
+            r"one has \d+ validation prompts, of which its gate compares \d+ and needs"
+            rf" {MIN_PROMPTS}"
+        ),
     ):
         prepare_prompt_table(branched(48, files), *files)
 
 
-@pytest.mark.parametrize("held_out", [16, 15])
+@pytest.mark.parametrize("held_out", [MIN_PROMPTS, MIN_PROMPTS - 1])
 def test_a_guardrail_needs_as_many_prompts_as_the_gate_compares(
     tmp_path: Path, held_out: int
 ) -> None:
@@ -379,10 +383,12 @@ def test_a_guardrail_needs_as_many_prompts_as_the_gate_compares(
     settings["prompts"]["held_out"] = held_out
     settings["guardrails"] = [{"name": "similarity", "prompts": ["one.txt"]}]
     recipe = Recipe.model_validate(settings)
-    if held_out < 16:
+    if held_out < MIN_PROMPTS:
         prepare_prompt_table(recipe, *files)
         return
-    with pytest.raises(PromptError, match=r"\d prompts are held out, and the gate compares 16"):
+    with pytest.raises(
+        PromptError, match=rf"\d prompts are held out, and the gate compares {MIN_PROMPTS}"
+    ):
         prepare_prompt_table(recipe, *files)
 
 

@@ -212,7 +212,7 @@ def test_a_missing_prompt_refuses() -> None:
     result = decision(samples(0.9, PROMPTS - 1, **BEFORE), samples(0.5, **BEFORE))
     assert not result.promote
     assert result.coverage == pytest.approx((PROMPTS - 1) / PROMPTS)
-    assert "the candidate has no reward for 1 and the champion for 0" in result.reasons[0]
+    assert "the candidate has no reward for 1 and the champion for 0" in " ".join(result.reasons)
 
 
 def test_a_reward_that_failed_refuses() -> None:
@@ -225,7 +225,7 @@ def test_a_reward_that_failed_refuses() -> None:
     )
     result = decision(samples(0.9, **BEFORE), failed)
     assert not result.promote
-    assert "the candidate has no reward for 0 and the champion for 1" in result.reasons[0]
+    assert "the candidate has no reward for 0 and the champion for 1" in " ".join(result.reasons)
 
 
 def test_prompts_that_are_missing_from_both_tables_refuse() -> None:
@@ -342,7 +342,7 @@ def test_a_guardrail_of_a_prompt_set_is_compared_on_its_prompts_alone() -> None:
     def side(reward: float, similarity: float, failed: tuple[int, ...] = ()) -> pa.Table:
         rows = samples(reward, similarity=similarity).to_pylist()
         for row in rows:
-            row["source"] = "words" if row["prompt_id"] < 16 else "signs"
+            row["source"] = "words" if row["prompt_id"] < MIN_PROMPTS else "signs"
             row["similarity"] = (
                 None if row["source"] == "signs" or row["prompt_id"] in failed else similarity
             )
@@ -355,11 +355,12 @@ def test_a_guardrail_of_a_prompt_set_is_compared_on_its_prompts_alone() -> None:
 
     better = decided(side(0.9, 0.9))
     assert better.promote
-    assert better.guardrails[0].prompts == 16
+    assert better.guardrails[0].prompts == MIN_PROMPTS
     assert not decided(side(0.9, 0.7)).promote
     lost = decided(side(0.9, 0.9, failed=(0,)))
     assert not lost.promote
-    assert "Guardrail similarity failed on 1 of 16 held-out samples" in " ".join(lost.reasons)
+    failures = f"Guardrail similarity failed on 1 of {MIN_PROMPTS} held-out samples"
+    assert failures in " ".join(lost.reasons)
 
 
 @pytest.mark.parametrize(("prompts", "promote"), [(MIN_PROMPTS - 1, False), (MIN_PROMPTS, True)])

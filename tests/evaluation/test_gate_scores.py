@@ -34,7 +34,7 @@ RECIPE = Recipe.model_validate(
         "evaluation": {"resamples": 200, "samples": 2, "repeated_prompts": 3, "micro_batch": 4},
     }
 )
-HELD_OUT = 16
+HELD_OUT = 24
 
 
 class Judge(Reward):
@@ -167,7 +167,7 @@ CHANGES = {
     "a sample twice": (
         lambda table: pa.concat_tables([table, table.slice(0, 1)]),
         True,
-        "has 23 samples of 22 different",
+        "has 31 samples of 30 different",
     ),
     "an unknown prompt": (
         lambda table: replace_rows(table, prompt_id=99),
@@ -218,7 +218,7 @@ def test_a_reward_that_moves_while_the_gate_scores_favours_no_side(
     tables = score_sides_together(
         RECIPE, Scorer(((judge, 1.0),)), [after.table, before.table], prompts
     )
-    assert judge.calls == 10, "19 pairs of pictures, two in a batch of four"
+    assert judge.calls == 14, "27 pairs of pictures, two in a batch of four"
     moved = np.array(tables[0]["reward"].to_pylist()) - np.array(tables[1]["reward"].to_pylist())
     held_out = np.array(before.table["split"].to_pylist()) == "held_out"
     assert moved[held_out] == pytest.approx(1 / 255)
@@ -237,8 +237,8 @@ def test_equal_pictures_with_unequal_scores_refuse(
     decision = refuse_unequal_scores(passed, *tables)
     assert not decision.promote
     reason = decision.reasons[-1]
-    assert reason.startswith(f"{REFUSED}19 held-out pictures are equal on both sides")
-    assert "reward of 19 by up to 0.01, similarity of 19 by up to 0.01" in reason
+    assert reason.startswith(f"{REFUSED}27 held-out pictures are equal on both sides")
+    assert "reward of 27 by up to 0.01, similarity of 27 by up to 0.01" in reason
 
 
 def test_new_scores_are_those_of_the_pictures_and_failed_latents_stay_failed(
@@ -252,7 +252,7 @@ def test_new_scores_are_those_of_the_pictures_and_failed_latents_stay_failed(
     scored, other = score_sides_together(
         RECIPE, Scorer(((Judge(), 2.0),)), [after.table, champion], prompts
     )
-    levels = [60 + 3 * index for index in range(22)]
+    levels = [60 + 3 * index for index in range(30)]
     held_out = [row["split"] == "held_out" for row in scored.to_pylist()]
     expected = [level / 255 + 0.5 * (not own) for level, own in zip(levels, held_out, strict=True)]
     assert scored["similarity"].to_pylist() == pytest.approx(expected)
@@ -260,7 +260,7 @@ def test_new_scores_are_those_of_the_pictures_and_failed_latents_stay_failed(
     assert other.to_pylist()[5]["failure"] == NO_PICTURE
     assert scored["failure"].null_count == scored.num_rows
     record = update_evaluation(before.evaluation, other, prompts)
-    assert record.coverage == pytest.approx(18 / 19)
+    assert record.coverage == pytest.approx(26 / 27)
 
 
 class LatentsJudge(Judge):

@@ -22,7 +22,7 @@ RECIPE: dict[str, Any] = {
     "name": "fly",
     "output": "runs",
     "model": {"training": {"steps": 3, "batch": 4}},
-    "prompts": {"count": 100, "validation": 8, "held_out": 16},
+    "prompts": {"count": 100, "validation": 8, "held_out": 24},
     "reward_model": {
         "name": "taste",
         "labels": ["labels.parquet"],

@@ -11,7 +11,7 @@ STEPS = 12
 """Of a stage whose pod is to be deleted in its middle."""
 QUICK: dict[str, Any] = {"optimizer": {"lr": 0.005, "weight_decay": 0.0}}
 HELD_OUT = {"count": 64, "validation": 4, "held_out": 24}
-"""Prompts: the gate decides on 16 held-out ones and more."""
+"""Prompts: the gate decides on 24 held-out ones and more."""
 ONLINE: dict[str, Any] = {
     "kind": "online",
     "steps": 2,

@@ -53,7 +53,7 @@ OFFLINE = {
 CHANGES: dict[str, Any] = {
     "output": f"{BUCKET}/runs",
     # The gate is to let it pass: this is learnt in a few steps, and moves what the image statistics
-    # measure. It decides on 16 held-out prompts and more.
+    # measure. It decides on 24 held-out prompts and more.
     "prompts": {"count": 64, "validation": 4, "held_out": 24},
     "rewards": [{"name": "jpeg_incompressibility"}],
     "guardrails": [],

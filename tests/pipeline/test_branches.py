@@ -51,7 +51,7 @@ ONLINE: dict[str, Any] = {
 MERGE = ONLINE | {"algorithm": {"name": "distillation", "teachers": TEACHERS}}
 SETTINGS: dict[str, Any] = {
     "prompts": {
-        "validation": 72,
+        "validation": 112,
         "held_out": 12,
         "mixture": [{"name": name, "source": f"{name}.txt"} for name in NAMES],
     },
@@ -354,7 +354,7 @@ def test_a_branch_leaves_the_checkpoints_of_others_alone(
 def test_specialists_become_one_policy(workplace: Path) -> None:
     """From prompts to promotion, with two branches and their merge."""
     for name, first in zip(NAMES, "AN", strict=True):
-        texts = [f"{first}{chr(65 + a)}{chr(65 + b)}{first}" for a in range(8) for b in range(8)]
+        texts = [f"{first}{chr(65 + a)}{chr(65 + b)}{first}" for a in range(12) for b in range(8)]
         (workplace / f"{name}.txt").write_text("".join(f'"{text}"\n' for text in texts))
     done = run_pipeline(workplace, SETTINGS | {"evaluation": {"steps": 3, "samples": 1}})
     assert done.returncode == 0, done.stdout + done.stderr

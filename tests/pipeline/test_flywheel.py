@@ -23,7 +23,7 @@ EBBFLOW = Path(sys.executable).with_name("ebbflow")
 RECIPE: dict[str, Any] = {
     "name": "fly",
     "model": {"training": {"steps": 30, "batch": 16}},
-    "prompts": {"count": 100, "validation": 8, "held_out": 16},
+    "prompts": {"count": 100, "validation": 8, "held_out": 24},
     "reward_model": {
         "name": "taste",
         "labels": ["labels"],

@@ -428,7 +428,7 @@ def value_at(stage, key):
 def test_the_prompts_of_specialists_are_there_and_are_enough(name):
     recipe = recipe_of(name)
     table, _ = prepare_prompt_table(recipe, *map(resolve_local_path, recipe.prompts.source_files))
-    assert table["split"].to_pylist().count("train") == 2 * 320 - 96 - 128
+    assert table["split"].to_pylist().count("train") == 2 * 320 - 112 - 128
     for branch in recipe.branches:
         assert (
             select_branch_prompts(recipe, table, branch)["split"].to_pylist().count("held_out")

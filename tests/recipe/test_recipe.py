@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.digest import compute_digest, select_set_keys
+from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.key_docs import group_keys, read_field_docs
 from ebbflow.recipe.promotion import GuardrailToleranceConfig
 from ebbflow.recipe.prompts import PromptsConfig
@@ -738,8 +739,8 @@ def test_default_guardrails_follow_family_and_rewards(
     arrived = Recipe.model_validate_json(recipe.canonical_json)
     assert arrived.has_default_guardrails
     assert arrived.digest == recipe.digest
-    assert arrived.select_scorable_guardrails(num_texts=15) == []
-    assert arrived.select_scorable_guardrails(num_texts=16) == recipe.guardrails
+    assert arrived.select_scorable_guardrails(num_texts=MIN_PROMPTS - 1) == []
+    assert arrived.select_scorable_guardrails(num_texts=MIN_PROMPTS) == recipe.guardrails
 
 
 def test_named_guardrails_are_never_left_out() -> None:

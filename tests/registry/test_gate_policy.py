@@ -183,7 +183,7 @@ def test_a_version_that_passed_less_is_not_promoted(
 ) -> None:
     """The policy may have changed while a person thought about the approval."""
     recipe, client = pinned
-    laxer = build_recipe(Path(recipe.output), name, prompts={"held_out": 16})
+    laxer = build_recipe(Path(recipe.output), name, prompts={"held_out": 32})
     with pytest.raises(RegistryError, match="asks for more than this version has passed"):
         promote_version(
             cases.tracked(uri=resolve_tracking_uri(recipe)),

@@ -40,7 +40,7 @@ def test_a_check_says_what_the_champion_was_trained_on(
     version: Version, recipe: Recipe, prompts: list[Prompt], tmp_path: Path, is_trained: bool
 ) -> None:
     file = tmp_path / "benchmark.txt"
-    lines = [f'"Q{first}{second}Z"' for first in "ABCD" for second in "EFGH"]
+    lines = [f'"Q{first}{second}Z"' for first in "ABCD" for second in "EFGHIJ"]
     if is_trained:
         lines[3] = next(prompt.prompt for prompt in prompts if prompt.split == "train")
     file.write_text("".join(f"{line}\n" for line in lines))
@@ -54,9 +54,9 @@ def test_a_check_says_what_the_champion_was_trained_on(
     path.write_text(yaml.safe_dump(settings))
     done = CliRunner().invoke(main, ["check", str(path)])
     assert done.exit_code == 0, done.output
-    assert ("was trained on 1 of the 16 held-out prompts" in done.output) is is_trained
-    # A power of 16 prompts with four samples each.
-    assert "the gate decides on 16 held-out prompts with 4 samples each" in done.output
+    assert ("was trained on 1 of the 24 held-out prompts" in done.output) is is_trained
+    # A power of 24 prompts with four samples each.
+    assert "the gate decides on 24 held-out prompts with 4 samples each" in done.output
 
 
 @pytest.mark.parametrize(
