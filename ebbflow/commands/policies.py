@@ -228,8 +228,10 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
 )
 @click.option(
     "--image",
+    "images",
+    multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The image to edit.",
+    help="The image to edit; several times for several images.",
 )
 @click.option(
     "--base",
@@ -249,7 +251,7 @@ def draw(
     out: Path,
     seed: int,
     samples: int,
-    image: Path | None,
+    images: tuple[Path, ...],
     base: Path | None,
     allow_code: tuple[str, ...],
     recipe: Path | None,
@@ -267,7 +269,7 @@ def draw(
     try:
         uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())
         generated = drawing.generate_pictures(
-            uri, model, prompts, out, seeds, base=base, image=image, allowed_code=allow_code
+            uri, model, prompts, out, seeds, base=base, images=images, allowed_code=allow_code
         )
         # Files appear meanwhile; printing their names here would break the progress bar.
         pictures = list(generated)

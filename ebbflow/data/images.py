@@ -135,17 +135,42 @@ def _is_animated(image: Image.Image) -> bool:
     return "loop" in image.info
 
 
-def load_condition_image(value: str | bytes, folder: Path) -> bytes:
-    """The PNG, RGB without metadata, of an image to edit: an encoded image or the path of one.
+def load_condition_image(value: str | bytes | Sequence[str | bytes], folder: Path) -> bytes:
+    """The PNG, RGB without metadata, of an image to edit: an encoded image or the path of one. Of
+    several images, their PNG files after each other (``split_condition_images``).
 
     The pixels are those of diffusers' ``load_image``: turned as EXIF says, without alpha; the first
     of an animation.
 
     Raises:
-        ImageError: as ``read_image``.
+        ImageError: as ``read_image``; or there is none.
     """
-    image = read_image(value, folder, ("PNG", "JPEG", "WEBP"), upright=True)
-    return encode_pngs(image[None], CONDITION_COMPRESSION)[0]
+    if isinstance(value, bytes) and value.startswith(PNG_SIGNATURE):
+        value = split_condition_images(value)
+    values = [value] if isinstance(value, str | bytes) else value
+    if not values:
+        raise ImageError("is an empty list; name an image, or leave it out")
+    images = [read_image(item, folder, ("PNG", "JPEG", "WEBP"), upright=True) for item in values]
+    return b"".join(encode_pngs(image[None], CONDITION_COMPRESSION)[0] for image in images)
+
+
+def split_condition_images(pictures: bytes) -> list[bytes]:
+    """The PNG files that are after each other in ``load_condition_image``'s bytes.
+
+    A program that knows nothing of this reads the first one.
+
+    Raises:
+        ImageError: what is there is no PNG file.
+    """
+    files = []
+    while pictures:
+        size = len(PNG_SIGNATURE) + sum(len(chunk) for _, chunk in iterate_png_chunks(pictures))
+        files.append(pictures[:size])
+        pictures = pictures[size:]
+        # Some programs leave bytes after the end of a file, which no reader looks at.
+        if not pictures.startswith(PNG_SIGNATURE):
+            break
+    return files
 
 
 def read_image(

@@ -82,8 +82,9 @@ def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
     are kept as metadata. The published files of PartiPrompts, VBench and DPG-Bench are read as they
     are (``PROMPT_COLUMNS``). Without a target the quoted parts of the prompt ("..." or typographic)
     are the target, joined by blanks; a prompt without any has none. White space around prompts is
-    cut. An image is a path, or in Parquet the bytes of a file (``images.load_condition_image``). Of
-    rows with the same prompt, negative prompt, target and image the first is kept.
+    cut. An image is a path, or in Parquet the bytes of a file, and several are a list of these
+    (``images.load_condition_image``). Of rows with the same prompt, negative prompt, target and
+    image the first is kept.
 
     Raises:
         PromptError: the file or a line of it cannot be used.
@@ -324,10 +325,17 @@ def find_quoted_text(prompt: str) -> str | None:
 
 
 def _read_condition_image(record: Record, location: str, folder: Path) -> bytes | None:
-    """The image to edit as PNG; None where it is missing, null or blank."""
+    """The image to edit as PNG, or several; None where it is missing, null or blank."""
     # Bytes of a file come from Parquet alone; in every other format it is a path.
     value = record.get("image")
-    if not isinstance(value, bytes):
+    if isinstance(value, list):
+        wrong = [item for item in value if not isinstance(item, str | bytes) or not item]
+        if wrong:
+            raise PromptError(
+                f"{location}: image = {shorten_value(wrong[0])} in a list; write paths, or in"
+                " Parquet bytes"
+            )
+    elif not isinstance(value, bytes):
         value = _read_text(record, "image", location)
     if value is None:
         return None

@@ -51,7 +51,7 @@ class Prompt:
     split: str
     metadata: str
     image: bytes | None = field(default=None, repr=False)
-    """PNG of the image to edit, for image-to-image models."""
+    """PNG of the image to edit, for image-to-image models; of several, one file after another."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PromptRow:
     metadata: str = "{}"
     """Further columns of the source, as a JSON object with sorted keys."""
     image: bytes | None = field(default=None, repr=False)
-    """PNG of the image to edit, for image-to-image models."""
+    """PNG of the image to edit, for image-to-image models; of several, one file after another."""
 
 
 def make_glyph_prompts(

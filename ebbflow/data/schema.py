@@ -22,7 +22,7 @@ PROMPTS = pa.schema(
         pa.field("split", pa.string(), nullable=False),
         # The source's other columns, as a JSON object.
         pa.field("metadata", pa.string(), nullable=False),
-        # PNG of the image to edit; null for text-to-image.
+        # PNG of the image to edit, or of several, one file after another; null for text-to-image.
         pa.field("image", pa.binary()),
     ]
 )

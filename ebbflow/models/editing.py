@@ -1,4 +1,4 @@
-"""What the families that edit an image share: pictures of the prompt table, scaled to one size, a
+"""What the families that edit images share: pictures of the prompt table, scaled to one size, a
 prompt encoded at a time.
 """
 
@@ -7,61 +7,94 @@ from __future__ import annotations
 import io
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from PIL import Image
 from torch import Tensor
 
+from ebbflow.data.images import split_condition_images
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
 from ebbflow.models.pipeline import PipelineModel
 
 
 class EditsImages(PipelineModel):
-    """A family whose prompts come with an image; its conditioning has the latents of the image,
-    "image" [N, C, H, W].
+    """A family whose prompts come with an image, or several; its conditioning has the latents of
+    each, "image", "image_2", "image_3" ..., [N, C, H, W].
+
+    Attributes:
+        takes_several_images: whether a prompt may have more than one.
     """
+
+    takes_several_images: ClassVar[bool] = False
 
     @abstractmethod
     def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
         """Width and height that the pipeline scales an image to, for the network."""
 
     @abstractmethod
-    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
-        """One prompt with its image."""
+    def _encode_edit_prompt(self, text: str, pictures: Sequence[Image.Image]) -> Conditioning:
+        """One prompt with its images."""
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> Conditioning:
         """As ``ebbflow.models.base.Model.encode_prompts``.
 
         Raises:
-            ModelError: a prompt has no image, or two images would be scaled to different sizes.
+            ModelError: a prompt has no image, or several for a family that takes one; or the images
+                of two prompts would be scaled to different sizes.
         """
         # Latents of different sizes cannot be rows of one tensor [N, C, H, W], and cannot be
         # padded: the network would take the padding for a part of the image.
-        sizes = {self._scaled_size(_open_picture(prompt)): prompt.prompt_id for prompt in prompts}
+        sizes = {
+            tuple(self._scaled_size(picture) for picture in self._open_pictures(prompt)): prompt
+            for prompt in prompts
+        }
         if len(sizes) > 1:
             listed = ", ".join(
-                f"{width} x {height} of prompt {prompt_id}"
-                for (width, height), prompt_id in sizes.items()
+                f"{' and '.join(f'{width} x {height}' for width, height in images)} of prompt"
+                f" {prompt.prompt_id}"
+                for images, prompt in sizes.items()
             )
             raise ModelError(
                 f"the images to edit would be scaled to different sizes ({listed}); crop them to"
-                " one shape"
+                " one shape, and give each prompt as many"
             )
         return super().encode_prompts(prompts)
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        # One at a time: a text encoder that sees the image gets one image per call.
+        # One at a time: a text encoder that sees images gets those of one prompt per call.
         rows = [
-            self._encode_edit_prompt(text, _open_picture(prompt))
+            self._encode_edit_prompt(text, self._open_pictures(prompt))
             for text, prompt in zip(texts, prompts, strict=True)
         ]
         return dict(Conditioning.concatenate(rows).tensors)
 
+    def _open_pictures(self, prompt: Prompt) -> list[Image.Image]:
+        if prompt.image is None:
+            raise ModelError(
+                f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has no image to edit; add a column"
+                " 'image' to the prompts"
+            )
+        files = split_condition_images(prompt.image)
+        if len(files) > 1 and not self.takes_several_images:
+            raise ModelError(
+                f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has {len(files)} images, and"
+                f" {self.config.family} takes one; give one, or take qwen_image_edit_plus or"
+                " flux2_edit"
+            )
+        return [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
 
-def _open_picture(prompt: Prompt) -> Image.Image:
-    if prompt.image is None:
-        raise ModelError(
-            f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has no image to edit; add a column"
-            " 'image' to the prompts"
-        )
-    return Image.open(io.BytesIO(prompt.image)).convert("RGB")
+
+def name_images(latents: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The latents of each image of a prompt, by their names in the conditioning."""
+    names = ["image", *(f"image_{number}" for number in range(2, len(latents) + 1))]
+    return dict(zip(names, latents, strict=True))
+
+
+def list_images(conditioning: Conditioning) -> list[Tensor]:
+    """The latents of the images, in the order of ``name_images``."""
+    # By number: a file of embeddings has its tensors in another order.
+    images = [conditioning["image"]]
+    while f"image_{len(images) + 1}" in conditioning.tensors:
+        images.append(conditioning[f"image_{len(images) + 1}"])
+    return images

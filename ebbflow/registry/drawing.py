@@ -65,7 +65,7 @@ def generate_pictures(
     seeds: Sequence[int] = (0,),
     *,
     base: Path | None = None,
-    image: Path | None = None,
+    images: Sequence[Path] = (),
     allowed_code: Collection[str] = (),
 ) -> Iterator[Picture]:
     """Draw every prompt with every seed into ``folder``, as a registered version of the model draws
@@ -75,17 +75,19 @@ def generate_pictures(
         model: a policy folder, or ``MODEL``, ``MODEL@alias`` or ``MODEL/version``.
         base: folder of the base model, where it is neither stored with a registered version nor in
             the run of the policy folder.
-        image: file of the image to edit.
+        images: files of the image to edit, or of several.
         allowed_code: code that the policy may name.
 
     Raises:
         RegistryError, TrackingError: there is no such version, or its base model is missing.
-        ImageError: ``image`` cannot be read.
+        ImageError: one of ``images`` cannot be read.
         ArtifactError, PolicyError, ModelError: as ``serve.iterate_images``.
         DiskFullError: no space was left.
     """
     # before the model, which takes long to load: a wrong path fails at once
-    edited = load_condition_image(image.read_bytes(), Path()) if image else None
+    edited = None
+    if images:
+        edited = load_condition_image([image.read_bytes() for image in images], Path())
     rows = [
         (Prompt(0, prompt, "", None, "", "", "{}", edited), seed)
         for prompt in prompts

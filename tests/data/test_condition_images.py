@@ -17,7 +17,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ebbflow.data import images
-from ebbflow.data.images import ImageError, load_condition_image
+from ebbflow.data.images import ImageError, load_condition_image, split_condition_images
+from ebbflow.data.prompt_files import read_prompt_file
+from ebbflow.data.prompts import PromptError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
 
@@ -205,3 +207,41 @@ def test_a_damaged_image_is_read_or_refused(data: st.DataObject) -> None:
         except ImageError:
             return
     assert pixels(stored).ndim == 3
+
+
+def test_several_images_are_their_png_files_after_each_other(tmp_path: Path) -> None:
+    other = PIXELS[:4, ::-1]
+    (tmp_path / "other.jpg").write_bytes(encoded(other, "JPEG"))
+    stored = load_condition_image([encoded(), "other.jpg"], tmp_path)
+    first, second = split_condition_images(stored)
+    assert first == load_condition_image(encoded(), tmp_path)
+    assert second == load_condition_image("other.jpg", tmp_path)
+    assert stored == first + second
+    # Read again, as from a request to a server, and by a program that looks at one image.
+    assert load_condition_image(stored, tmp_path) == stored
+    assert np.array_equal(pixels(stored), PIXELS)
+
+
+def test_bytes_after_the_end_of_a_png_are_no_further_image(tmp_path: Path) -> None:
+    stored = load_condition_image(encoded() + b"left by a camera", tmp_path)
+    assert stored == load_condition_image(encoded(), tmp_path)
+    assert split_condition_images(encoded() + b"rest") == [encoded()]
+
+
+def test_a_second_image_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match="can be read"):
+        load_condition_image(encoded() + encoded()[:-30], tmp_path)
+    with pytest.raises(ImageError, match="is an empty list; name an image"):
+        load_condition_image([], tmp_path)
+
+
+def test_a_prompt_file_names_several_images_in_a_list(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(encoded(PIXELS if name == "a.png" else PIXELS[:4]))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "put the cup on the table", "image": ["a.png", "b.png"]}\n')
+    (row,) = read_prompt_file(file)[0]
+    assert row.image == load_condition_image(["a.png", "b.png"], tmp_path)
+    file.write_text('{"prompt": "put the cup on the table", "image": ["a.png", 3]}\n')
+    with pytest.raises(PromptError, match="image = 3 in a list; write paths"):
+        read_prompt_file(file)

@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler, UniPCMulti
 from PIL import Image
 from torch import Tensor
 
+from ebbflow.data.images import split_condition_images
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys, generate_noise
 from ebbflow.models.families import load_adapter
@@ -157,9 +158,10 @@ def prompts(
     texts: Sequence[str] = SHORT,
     negatives: Sequence[str] = (),
     size: tuple[int, int] = (64, 64),
+    further: Sequence[tuple[int, int]] = (),
 ) -> list[Prompt]:
     """Prompts with ids from zero, a negative prompt each, and an image of ``size`` where the family
-    edits one.
+    edits one, with more of the sizes of ``further``.
 
     The pipeline of FLUX.2 has no negative prompts but the empty one.
     """
@@ -174,7 +176,7 @@ def prompts(
             "",
             "train",
             "{}",
-            picture(*size, index) if edits(name) else None,
+            b"".join(picture(*edges, index) for edges in (size, *further)) if edits(name) else None,
         )
         for index, (text, negative) in enumerate(rows)
     ]
@@ -294,5 +296,7 @@ def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> di
     if kind == "flux_kontext":
         asked["max_area"] = model.height * model.width
     if edits(kind):
-        asked["image"] = Image.open(io.BytesIO(wanted[0].image or b""))
+        files = split_condition_images(wanted[0].image or b"")
+        images = [Image.open(io.BytesIO(file)) for file in files]
+        asked["image"] = images if len(images) > 1 else images[0]
     return asked

@@ -1,7 +1,8 @@
-"""Editing an image by text with FLUX.2 [dev]."""
+"""Editing images by text with FLUX.2 [dev]."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from ebbflow.models.base import Conditioning, ModelError, Tokens
-from ebbflow.models.editing import EditsImages
+from ebbflow.models.editing import EditsImages, list_images, name_images
 from ebbflow.models.families.flux2 import Flux2Model, token_positions
 from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
@@ -25,18 +26,19 @@ MAX_PIXELS = 1024 * 1024
 
 
 class Flux2EditModel(EditsImages, Flux2Model):
-    """Adapter of ``Flux2Pipeline`` with one image: the network sees the prompt table's ``image`` as
-    further tokens.
+    """Adapter of ``Flux2Pipeline`` with images to edit: the network sees those of the prompt
+    table's ``image`` as further tokens.
 
     It draws the size that it is asked for, whatever the size of the image.
     """
 
+    takes_several_images = True
     text_parts = ("text_encoder", "vae")
     # The image to edit has any number of tokens, which may not divide.
     shares_tokens = False
 
     def count_tokens(self) -> Tokens:
-        # At most: a smaller image stays as it is.
+        # Of one image, at most: a smaller image stays as it is.
         return replace(
             super().count_tokens(), edited=MAX_PIXELS // (2 * self.pipeline.vae_scale_factor) ** 2
         )
@@ -57,25 +59,29 @@ class Flux2EditModel(EditsImages, Flux2Model):
         smaller: Image.Image = processor._resize_if_exceeds_area(picture, MAX_PIXELS)
         return smaller
 
-    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
-        width, height = self._scaled_size(picture)
+    def _encode_edit_prompt(self, text: str, pictures: Sequence[Image.Image]) -> Conditioning:
         processor = self.pipeline.image_processor
-        pixels = processor.preprocess(
-            self._shrink_picture(picture), height=height, width=width, resize_mode="crop"
-        ).to(self.device)
-        return Conditioning(
-            self._encode_texts([text])
-            | {"image": self._scale_latents(self._encode_with_vae(pixels))}
-        )
+        latents = []
+        for picture in pictures:
+            width, height = self._scaled_size(picture)
+            pixels = processor.preprocess(
+                self._shrink_picture(picture), height=height, width=width, resize_mode="crop"
+            ).to(self.device)
+            latents.append(self._scale_latents(self._encode_with_vae(pixels)))
+        return Conditioning(self._encode_texts([text]) | name_images(latents))
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        # [N, S, 4 C]: the tokens of the latents, then those of the image to edit.
+        # [N, S, 4 C]: the tokens of the latents, then those of the images to edit.
         tokens = pack_latents(latents)
-        image = conditioning["image"]
-        # Ten between the first images, as published.
-        places = torch.cat([token_positions(latents), token_positions(image, image=10)])
+        images = list_images(conditioning)
+        # Ten between one image and the next, as published.
+        places = [
+            token_positions(image, image=10 * index)
+            for index, image in enumerate((latents, *images))
+        ]
+        edited = [pack_latents(image).to(tokens) for image in images]
         prediction = self._call_transformer(
-            torch.cat([tokens, pack_latents(image).to(tokens)], 1), places, sigma, conditioning
+            torch.cat([tokens, *edited], 1), torch.cat(places), sigma, conditioning
         )
-        # What it predicts of the image to edit is no velocity of anything.
+        # What it predicts of the images to edit is no velocity of anything.
         return prediction[:, : tokens.shape[1]]

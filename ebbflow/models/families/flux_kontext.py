@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -67,7 +68,9 @@ class FluxKontextModel(EditsImages, FluxModel):
         )
         return width // multiple * multiple, height // multiple * multiple
 
-    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
+    def _encode_edit_prompt(self, text: str, pictures: Sequence[Image.Image]) -> Conditioning:
+        # The pipeline takes a list for a batch, and of it the first.
+        (picture,) = pictures
         width, height = self._scaled_size(picture)
         processor = self.pipeline.image_processor
         # Resized by itself first, as the pipeline does; preprocess then only normalises.

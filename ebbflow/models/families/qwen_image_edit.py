@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen2VLProcessor
 
 from ebbflow.models.base import Conditioning, ModelError, Tokens
-from ebbflow.models.editing import EditsImages
+from ebbflow.models.editing import EditsImages, list_images
 from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, mask_or_none
 from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
@@ -81,7 +82,8 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
             )
         }
 
-    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
+    def _encode_edit_prompt(self, text: str, pictures: Sequence[Image.Image]) -> Conditioning:
+        (picture,) = pictures
         width, height = self._scaled_size(picture)
         scaled = self.pipeline.image_processor.resize(picture, height, width)
         embeds, mask = self.pipeline.encode_prompt(text, image=scaled, device=self.device)
@@ -116,13 +118,14 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
         return width, height
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        # [N, S, 4 C]: the tokens of the latents, then those of the image to edit, each with the
+        # [N, S, 4 C]: the tokens of the latents, then those of the images to edit, each with the
         # shape that its positions follow from.
         tokens = pack_latents(latents)
-        image = conditioning["image"]
-        shapes = [(1, side.shape[-2] // 2, side.shape[-1] // 2) for side in (latents, image)]
+        images = list_images(conditioning)
+        shapes = [(1, side.shape[-2] // 2, side.shape[-1] // 2) for side in (latents, *images)]
+        edited = [pack_latents(image).to(tokens) for image in images]
         prediction = self._call_transformer(
-            torch.cat([tokens, pack_latents(image).to(tokens)], 1), sigma, conditioning, shapes
+            torch.cat([tokens, *edited], 1), sigma, conditioning, shapes
         )
-        # What it predicts of the image to edit is no velocity of anything.
+        # What it predicts of the images to edit is no velocity of anything.
         return prediction[:, : tokens.shape[1]]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diffusers import QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as pipelines
 from PIL import Image
 
 from ebbflow.models.base import Conditioning, Tokens
+from ebbflow.models.editing import name_images
 from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, mask_or_none
 from ebbflow.models.families.qwen_image_edit import PIXELS_PER_TOKEN, QwenImageEditModel
 from ebbflow.recipe.families import Family
@@ -19,15 +22,17 @@ FAMILY = Family(
 
 
 class QwenImageEditPlusModel(QwenImageEditModel):
-    """Adapter of ``QwenImageEditPlusPipeline`` with one image: the text encoder sees it smaller
-    than the network.
+    """Adapter of ``QwenImageEditPlusPipeline`` with one image or several: the text encoder sees
+    them smaller than the network.
     """
 
     pipeline_class = QwenImageEditPlusPipeline
+    takes_several_images = True
     published = {"Qwen/Qwen-Image-Edit-2509": PARTS, "Qwen/Qwen-Image-Edit-2511": PARTS}
 
     def count_tokens(self) -> Tokens:
-        # Not super(): that of the first model counts the image as its text encoder sees it.
+        # Of one image; how many a prompt has, its row says. Not super(): that of the first model
+        # counts the image as its text encoder sees it.
         plain = QwenImageModel.count_tokens(self)
         edited = pipelines.VAE_IMAGE_SIZE // self.pipeline.vae_scale_factor**2 // 4
         return Tokens(
@@ -39,13 +44,17 @@ class QwenImageEditPlusModel(QwenImageEditModel):
     def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
         return _size_with_area(pipelines.VAE_IMAGE_SIZE, picture)
 
-    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
+    def _encode_edit_prompt(self, text: str, pictures: Sequence[Image.Image]) -> Conditioning:
         # The text encoder sees 384 x 384 pixels or as many, the VAE a megapixel of the original.
-        width, height = _size_with_area(pipelines.CONDITION_IMAGE_SIZE, picture)
-        small = self.pipeline.image_processor.resize(picture, height, width)
-        embeds, mask = self.pipeline.encode_prompt(text, image=[small], device=self.device)
-        latents = self._encode_picture(picture, *self._scaled_size(picture))
-        return Conditioning(mask_or_none(embeds, mask) | {"image": latents})
+        small = []
+        for picture in pictures:
+            width, height = _size_with_area(pipelines.CONDITION_IMAGE_SIZE, picture)
+            small.append(self.pipeline.image_processor.resize(picture, height, width))
+        embeds, mask = self.pipeline.encode_prompt(text, image=small, device=self.device)
+        latents = [
+            self._encode_picture(picture, *self._scaled_size(picture)) for picture in pictures
+        ]
+        return Conditioning(mask_or_none(embeds, mask) | name_images(latents))
 
 
 def _size_with_area(pixels: int, picture: Image.Image) -> tuple[int, int]:

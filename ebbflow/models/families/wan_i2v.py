@@ -5,6 +5,7 @@ trained.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -56,7 +57,8 @@ class WanI2VModel(EditsImages, WanA14BModel):
         # Every image becomes the first frame, whatever its proportions.
         return self.width, self.height
 
-    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
+    def _encode_edit_prompt(self, text: str, pictures: Sequence[Image.Image]) -> Conditioning:
+        (picture,) = pictures
         pixels = self.pipeline.video_processor.preprocess(
             picture, height=self.height, width=self.width
         ).to(self.device)

@@ -104,7 +104,7 @@ def parse_score_pair(text: str, scale: float) -> tuple[float, float] | None:
 
 
 def decode_source_image(png: bytes) -> np.ndarray:
-    """Decode the image to edit to uint8 RGB [height, width, 3]."""
+    """Decode the image to edit, of several the first, to uint8 RGB [height, width, 3]."""
     import numpy as np
     from PIL import Image
 
