@@ -547,9 +547,9 @@ def test_a_guardrail_of_few_held_out_prompts_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "expected"), [("ltx2", 1), ("ltx_video", 0)])
 def test_a_family_whose_pipeline_generates_otherwise_says_so(family: str, expected: int) -> None:
     recipe = Recipe.model_validate({"model": {"family": family, "path": "/models/ltx"}})
-    notes = [note for note in describe_run(recipe, None) if "without their sound" in note]
+    notes = [note for note in describe_run(recipe, None) if "further guidance" in note]
     assert len(notes) == expected
-    assert all(note.startswith("model.family = ltx2: pictures are trained") for note in notes)
+    assert all(note.startswith("model.family = ltx2: video and sound are") for note in notes)
 
 
 @pytest.mark.parametrize(("held_out", "samples"), [(64, 1), (128, 4)])

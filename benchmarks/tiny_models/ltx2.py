@@ -65,6 +65,9 @@ def ltx2() -> LTX2Pipeline:
         shift_terminal=0.1,
     )
     text_encoder = build_gemma3(tokenizer, WIDTH, LAYERS)
+    # As those of the video, and last: the numbers above stay the same.
+    audio_vae.latents_mean.copy_(torch.randn(SOUND))
+    audio_vae.latents_std.copy_(torch.rand(SOUND) + 0.5)
     return LTX2Pipeline(
         scheduler, vae, audio_vae, text_encoder, tokenizer, connectors, transformer, vocoder
     )

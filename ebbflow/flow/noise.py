@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ebbflow.flow.latents import derive_noise_seeds
 from ebbflow.seeding import Stream, iterate_generators
 
 # The step index of x_T; the noise injected at denoising step i has the index i + 1.
@@ -96,14 +97,15 @@ def generate_noise(
     stream: Stream = Stream.ROLLOUT,
 ) -> torch.Tensor:
     """Generate standard normal noise, float32 [N, *shape], independent for each (prompt_id,
-    sample).
+    sample) and, of a sample with several latents, for each of them.
     """
     # numpy on the CPU, whatever the device: torch's generators give other numbers on a GPU, and
     # other ones for another shape of the batch.
     noise = np.empty((len(prompt_ids), *shape), dtype=np.float32)
-    generators = iterate_generators(seed, prompt_ids, samples, step, stream)
-    for row, generator in zip(noise, generators, strict=True):
-        generator.standard_normal(dtype=np.float32, out=row)
+    for part, part_seed in derive_noise_seeds(shape, seed):
+        generators = iterate_generators(part_seed, prompt_ids, samples, step, stream)
+        for row, generator in zip(noise, generators, strict=True):
+            generator.standard_normal(dtype=np.float32, out=row[part])
     return torch.from_numpy(noise)
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.latents import get_picture_shape
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.pipeline_loading import load_pipeline
 from ebbflow.models.published import Published
@@ -57,6 +58,7 @@ class PipelineModel:
         folder_files: what a base-model folder of the family must have.
         networks: the pipeline's parts that denoise; one of them is trained.
         text_parts: the pipeline's parts that encode prompts.
+        sound_parts: the pipeline's parts that decode sound, of families that generate some.
         default_size: height and width in pixels where the recipe gives none.
         default_max_tokens: longest prompt, in tokens of the large text encoder, where the recipe
             gives none.
@@ -79,6 +81,7 @@ class PipelineModel:
     folder_files: ClassVar[tuple[str, ...]] = ("model_index.json",)
     networks: ClassVar[tuple[str, ...]] = ("transformer",)
     text_parts: ClassVar[tuple[str, ...]]
+    sound_parts: ClassVar[tuple[str, ...]] = ()
     default_size: ClassVar[tuple[int, int]]
     default_max_tokens: ClassVar[int] = 512
     guided: ClassVar[bool] = True
@@ -214,7 +217,8 @@ class PipelineModel:
 
     def count_tokens(self) -> Tokens:
         """The tokens of one sample; every family makes one of 2 x 2 latents."""
-        return Tokens(image=math.prod(self.latent_shape[1:]) // 4, text=self.max_tokens)
+        shape = get_picture_shape(self.latent_shape)
+        return Tokens(image=math.prod(shape[1:]) // 4, text=self.max_tokens)
 
     def token_widths(self) -> tuple[int, int]:
         """The width of a token in the blocks, and of an encoded token of a prompt."""
@@ -242,7 +246,8 @@ class PipelineModel:
         scheduler = self.pipeline.scheduler
         # [C, H, W] in patches of 2 x 2. The sigmas are those that the pipelines pass; the
         # scheduler's own default ends in a step from .001 to 0, which changes nothing.
-        tokens = self.latent_shape[1] * self.latent_shape[2] // 4
+        shape = get_picture_shape(self.latent_shape)
+        tokens = shape[1] * shape[2] // 4
         scheduler.set_timesteps(
             sigmas=np.linspace(1.0, 1 / steps, steps), **self._schedule_arguments(tokens, steps)
         )

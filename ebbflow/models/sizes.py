@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ebbflow.data.model_sizes import ModelSizes, SampleSize, SizeError
+from ebbflow.flow.latents import get_picture_shape
 from ebbflow.models import check_folder, load_model
 from ebbflow.models.base import is_trainable
 from ebbflow.models.context_parallel import (
@@ -82,11 +83,14 @@ def _measure_networks(adapter: Any, stored_bytes: int) -> ModelSizes:
     )
     # Families with two networks may train one of them; the other only denoises.
     num_denoising = sum(_count_parameters(getattr(pipeline, name)) for name in adapter.networks)
+    # What decodes sound lies beside the VAE.
+    decoders = [vae, *(getattr(pipeline, part) for part in getattr(adapter, "sound_parts", ()))]
     decoding = 0
     decoding_with_gradient = 0
     if vae is not None:
-        decoding = _decoding_bytes(vae, adapter.latent_shape)
-        decoding_with_gradient = _decoding_bytes(vae, adapter.latent_shape, with_gradient=True)
+        shape = get_picture_shape(adapter.latent_shape)
+        decoding = _decoding_bytes(vae, shape)
+        decoding_with_gradient = _decoding_bytes(vae, shape, with_gradient=True)
     return ModelSizes(
         parameters=_count_parameters(transformer),
         buffers=_count_buffers(transformer),
@@ -101,7 +105,7 @@ def _measure_networks(adapter: Any, stored_bytes: int) -> ModelSizes:
         text_width=text_width,
         frozen=num_denoising - _count_parameters(transformer),
         unused=num_unused,
-        vae=_count_parameters(vae) if vae is not None else 0,
+        vae=sum(_count_parameters(decoder) for decoder in decoders if decoder is not None),
         decoding=decoding,
         decoding_with_gradient=decoding_with_gradient,
         vae_encodes_prompts="vae" in adapter.text_parts,
@@ -113,7 +117,7 @@ def _measure_networks(adapter: Any, stored_bytes: int) -> ModelSizes:
 def _measure_sample(adapter: Any, model: ModelConfig) -> SampleSize:
     tokens = adapter.count_tokens()
     _, text_width = adapter.token_widths()
-    channels = adapter.latent_shape[0]
+    channels = get_picture_shape(adapter.latent_shape)[0]
     return SampleSize(
         latent_shape=adapter.latent_shape,
         pixels=adapter.height * adapter.width * model.frames,
@@ -168,7 +172,7 @@ def build_meta_adapter(model: ModelConfig) -> Any:
         ModelError: the family cannot generate the recipe's size.
     """
     family: Any = load_adapter(model.family)
-    names = (*family.networks, "vae")
+    names = (*family.networks, "vae", *family.sound_parts)
     try:
         parts = _find_parts(model, names)
     except SizeError:
@@ -199,7 +203,8 @@ def _build_meta_pipeline(model: ModelConfig) -> tuple[Any, int]:
     and the model's bytes.
     """
     family: Any = load_adapter(model.family)
-    parts = _find_parts(model, (*family.networks, "vae", *family.text_parts))
+    names = (*family.networks, "vae", *family.sound_parts, *family.text_parts)
+    parts = _find_parts(model, names)
     built = {name: _build_on_meta(part) for name, part in parts.items()}
     # Nothing of a repository is here yet; a folder has its bytes.
     if model.is_on_hub:

@@ -15,7 +15,6 @@ from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.wan import pipeline_wan_i2v
 from pipeline_cases import EDITED_PIXELS, FirstOrderDpmSolver, FirstOrderUniPC, family, guidance
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.tiny_models import build_tiny
@@ -145,18 +144,9 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
             pipeline.scheduler = FirstOrderDpmSolver.from_config(
                 pipeline.scheduler.config, solver_order=1
             )
-        if name == "ltx2":
-            pipeline.transformer.register_forward_pre_hook(isolate_modalities, with_kwargs=True)
         return pipeline
 
     return open_pipeline
-
-
-def isolate_modalities(
-    transformer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[Any, Any]:
-    """The pipeline of LTX-2 has pictures and sound attend to each other, and ours only pictures."""
-    return positional, named | {"isolate_modalities": True}
 
 
 @pytest.fixture(scope="session")

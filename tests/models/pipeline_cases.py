@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ebbflow.data.images import split_condition_images
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.latents import NamedLatents
 from ebbflow.flow.noise import SampleKeys, generate_noise
 from ebbflow.models.families import load_adapter
 from ebbflow.models.pipeline import PackedPipelineModel, PipelineModel, pack_latents, unpack_tokens
@@ -60,8 +61,6 @@ SIMILAR_FAMILIES_IN_TEST_ALL = [
 SHORT = ('a sign that says "OPEN"', "two cats", "a red bicycle leans against a blue wall")
 LONG = "a bowl of ripe fruit, 4 apples and 2 oranges, " * 80
 """More tokens than any of the pipelines reads, the one for editing apart."""
-PACKED_PIXELS = ("ltx_video", "ltx2")
-"""Whose pipelines pack each pixel of the latents."""
 WITHOUT_CALLBACK = ("hunyuan_video_15",)
 """Whose pipelines call nothing after a step."""
 PLAIN_GUIDANCE = {
@@ -71,7 +70,6 @@ PLAIN_GUIDANCE = {
     "audio_stg_scale": 0.0,
     "audio_modality_scale": 1.0,
     "audio_guidance_rescale": 0.0,
-    "audio_guidance_scale": 1.0,
 }
 """Of LTX-2's pipeline: away from the negative prompt alone."""
 SEED = 5
@@ -212,7 +210,7 @@ def theirs(
     latents = torch.cat([latents for latents, _ in drawn])
     images = 255 * np.concatenate([images for _, images in drawn])
     one_frame = images.ndim == 5 and model.config.frames == 1
-    if model.config.family in PACKED_PIXELS:
+    if model.config.family == "ltx_video":
         latents = latents.mT.reshape(-1, *model.latent_shape)
     return unpack_tokens(latents, model.latent_shape) if _packs(model) else latents, images[
         :, 0
@@ -232,21 +230,26 @@ def _draw(
 ) -> tuple[Tensor, np.ndarray]:
     """The latents after the last step, in the pipeline's own layout, and the pixels, in [0, 1]."""
     seen = []
+    names = ["latents"]
+    if model.config.family == "ltx2":
+        # The pipeline has the sound's latents, and a list that keeps them from callbacks.
+        names.append("audio_latents")
+        pipeline._callback_tensor_inputs = names
 
     def watch(
         pipeline: DiffusionPipeline, step: int, time: Tensor, values: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        seen.append(values["latents"])
+        seen.append({name: values[name] for name in names})
         return values
 
     take_step = pipeline.scheduler.step
 
     def remember_step(*args: Any, **kwargs: Any) -> Any:
         stepped = take_step(*args, **kwargs)
-        seen.append(stepped[0])
+        seen.append({"latents": stepped[0]})
         return stepped
 
-    asked = _asked(model, wanted, noises)
+    asked = _asked(pipeline, model, wanted, noises)
     if model.config.family in WITHOUT_CALLBACK:
         watching: AbstractContextManager[Any] = patch.object(
             pipeline.scheduler, "step", remember_step
@@ -256,6 +259,7 @@ def _draw(
     else:
         watching = nullcontext()
         asked["callback_on_step_end"] = watch
+        asked["callback_on_step_end_tensor_inputs"] = names
     with watching:
         images = pipeline(
             height=model.height,
@@ -265,10 +269,43 @@ def _draw(
             return_dict=False,
             **asked,
         )[0]
-    return seen[-1], images
+    last = seen[-1]
+    if model.config.family == "ltx2":
+        return _join_ltx2(model, last["latents"], last["audio_latents"]), images
+    return last["latents"], images
 
 
-def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> dict[str, Any]:
+def _join_ltx2(model: PipelineModel, video: Tensor, sound: Tensor) -> Tensor:
+    """Rows of ours, of the tokens of the pipeline."""
+    shape = model.latent_shape
+    assert isinstance(shape, NamedLatents)
+    shapes = shape.parts
+    bands = shapes["sound"][2]
+    return shape.join(
+        {
+            "video": video.mT.reshape(-1, *shapes["video"]),
+            "sound": sound.unflatten(2, (-1, bands)).transpose(1, 2),
+        }
+    )
+
+
+def _ask_ltx2(pipeline: DiffusionPipeline, model: PipelineModel, noises: Tensor) -> dict[str, Any]:
+    """Noise of video and sound. The pipeline takes sound to be clean, and scales it."""
+    shape = model.latent_shape
+    assert isinstance(shape, NamedLatents)
+    noise = shape.split(noises)
+    sound = noise["sound"].transpose(1, 2).flatten(2)
+    vae = pipeline.audio_vae
+    return {
+        "audio_guidance_scale": model.config.guidance,
+        "latents": noise["video"].flatten(2).mT,
+        "audio_latents": sound * vae.latents_std + vae.latents_mean,
+    }
+
+
+def _asked(
+    pipeline: DiffusionPipeline, model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor
+) -> dict[str, Any]:
     """What the families' pipelines call the noise, the prompts and the guidance."""
     kind = model.config.family
     guidance = model.config.guidance
@@ -284,10 +321,10 @@ def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> di
         asked["guidance_scale_2"] = model.config.guidance_2
     if draws_videos(kind):
         asked["num_frames"] = model.config.frames
-    if kind in PACKED_PIXELS:
+    if kind == "ltx_video":
         asked["latents"] = noises.flatten(2).mT
     if kind == "ltx2":
-        asked |= PLAIN_GUIDANCE
+        asked |= PLAIN_GUIDANCE | _ask_ltx2(pipeline, model, noises)
     if kind == "sana":
         asked["use_resolution_binning"] = False
     if kind.startswith("flux2"):  # packs by itself, from latents whose channels are the patches'

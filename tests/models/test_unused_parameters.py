@@ -1,5 +1,5 @@
-"""Parameters of a network that the velocity does not depend on, such as those for LTX-2's sound:
-loaded, kept and not trained.
+"""Parameters of a network that the velocity does not depend on: loaded, kept and not trained. The
+example is an LTX-2 whose pictures do not attend to its sound, and whose sound is not denoised.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pipeline_cases import SHORT, prompts
 
 from ebbflow.estimate.run import count_trained_parameters, estimate_from_sizes
 from ebbflow.models import predict
+from ebbflow.models.families.ltx2 import LTX2Model
 from ebbflow.models.sizes import measure_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.policy import PolicyConfig
@@ -23,8 +24,17 @@ QUERIES = {"train": "lora", "rank": 2, "alpha": 2, "targets": ["to_q"]}
 
 
 @pytest.fixture
-def model(open_tiny):
-    return open_tiny("ltx2", max_tokens=16, guidance=1.0)
+def model(open_tiny, monkeypatch):
+    monkeypatch.setattr(LTX2Model, "unused_parameters", ("*audio*", "*a2v*", "av_cross_attn*"))
+    model = open_tiny("ltx2", max_tokens=16, guidance=1.0)
+    model.transformer.register_forward_pre_hook(
+        lambda _, positional, named: (positional, named | {"isolate_modalities": True}),
+        with_kwargs=True,
+    )
+    model.transformer.register_forward_hook(
+        lambda _, inputs, velocity: (velocity[0], torch.zeros_like(velocity[1]))
+    )
+    return model
 
 
 def without_gradient(model):

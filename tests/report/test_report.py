@@ -399,8 +399,8 @@ def test_what_a_familys_pipeline_does_otherwise_stands_above_the_pictures(
     model = ModelConfig(family="ltx2", path="/models/ltx2")
     recipe = inputs.recipe.model_copy(update={"model": model})
     page = written(replace(inputs, recipe=recipe), tmp_path / "page.html")
-    assert "without their sound" not in written(inputs, tmp_path / "glyph.html")
-    caveat = "model.family = ltx2: pictures are trained, rewarded and evaluated without their sound"
+    assert "further guidance" not in written(inputs, tmp_path / "glyph.html")
+    caveat = "model.family = ltx2: video and sound are trained, rewarded and evaluated under"
     assert page.index(caveat) < page.index("Same prompts, same noise")
 
 

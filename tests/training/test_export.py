@@ -57,7 +57,7 @@ def test_diffusers_loads_no_glyph_folder_as_it_is(base_folder):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"family": "ltx2"}, ["LTX2Pipeline generates both together"]),
+        ({"family": "ltx2"}, ["LTX2Pipeline adds further guidance"]),
         (
             {"family": "wan_a14b", "guidance": 4, "guidance_2": 3},
             ["guidance_scale=4, guidance_scale_2=3"],

@@ -1,18 +1,22 @@
-"""The LTX-2 family (2601.03233), text to video: pictures alone, without the sound that the pipeline
-denoises with them.
+"""The LTX-2 family (2601.03233), text to video with sound: a sample has a latent of each, and the
+network denoises both together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import LTX2Pipeline
 from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.data.sounds import encode_pcm
+from ebbflow.flow.latents import NamedLatents
+from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.families.ltx_video import LTXVideoModel
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
@@ -20,9 +24,9 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="LTX2Model",
-    caveat="pictures are trained, rewarded and evaluated without their sound, and LTX2Pipeline"
-    " generates both together: its network predicts other pictures than those that were scored;"
-    " look at some of them (docs/models.md, LTX-2 without its sound)",
+    caveat="video and sound are trained, rewarded and evaluated under classifier-free guidance with"
+    " one scale, and LTX2Pipeline adds further guidance by default; pass the arguments of"
+    " docs/models.md, LTX-2 with its sound",
 )
 GEMMA3_12B = {
     "text_config": {
@@ -64,24 +68,37 @@ FRAME_RATE = 24
 
 
 class LTX2Model(LTXVideoModel):
-    """Adapter of ``LTX2Pipeline`` with its modalities isolated: pictures do not attend to sound,
-    nor sound to pictures.
+    """Adapter of ``LTX2Pipeline``: pictures attend to sound, and sound to pictures.
 
-    So their velocity does not depend on the sound, of which the network gets one token of zeros.
+    A row of latents is the video, [C, F, H, W], and then its sound, [C, L, M]: L points in time of
+    M bands of frequencies.
+
+    Attributes:
+        sound_rate: samples a second of decoded sound.
     """
 
     pipeline_class = LTX2Pipeline
     published = PUBLISHED
     lora_targets = [
-        f"{attention}.{layer}"
-        for attention in ("attn1", "attn2")
-        for layer in ("to_q", "to_k", "to_v", "to_out.0")
+        *(
+            f"{attention}.{layer}"
+            for attention in (
+                "attn1",
+                "attn2",
+                "audio_attn1",
+                "audio_attn2",
+                "audio_to_video_attn",
+                "video_to_audio_attn",
+            )
+            for layer in ("to_q", "to_k", "to_v", "to_out.0")
+        ),
+        *(f"{name}.{layer}" for name in ("ff", "audio_ff") for layer in ("net.0.proj", "net.2")),
     ]
-    # The branch of the sound, and what joins it to that of the pictures.
-    unused_parameters = ("*audio*", "*a2v*", "av_cross_attn*")
     text_parts = ("text_encoder", "connectors")
+    sound_parts = ("audio_vae", "vocoder")
     default_size = (512, 768)
     default_max_tokens = 1024
+    latent_shape: NamedLatents
 
     @classmethod
     def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
@@ -104,44 +121,115 @@ class LTX2Model(LTXVideoModel):
                 f" learned tokens, over and over; take {near}"
             )
 
+    def _compute_latent_shape(self) -> NamedLatents:
+        pipeline = self.pipeline
+        audio_vae = pipeline.audio_vae
+        # Latents a second, as the pipeline counts them: 25 of the published models.
+        pace = (
+            pipeline.audio_sampling_rate
+            / pipeline.audio_hop_length
+            / pipeline.audio_vae_temporal_compression_ratio
+        )
+        sound = (
+            audio_vae.config.latent_channels,
+            round(self.config.frames / FRAME_RATE * pace),
+            audio_vae.config.mel_bins // pipeline.audio_vae_mel_compression_ratio,
+        )
+        return NamedLatents({"video": super()._compute_latent_shape(), "sound": sound})
+
+    def count_tokens(self) -> Tokens:
+        tokens = super().count_tokens()
+        # A point in time of the sound is a token; the prompt is encoded for it as well.
+        width = self.token_widths()[1]
+        return replace(
+            tokens,
+            image=tokens.image + self.latent_shape.parts["sound"][1],
+            condition_channels=self.max_tokens * width,
+        )
+
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         # One at a time: the states of all 49 layers, in several copies, and the scores of 262,208
         # words take gigabytes for each.
-        rows = [self._encode_video_text(text) for text in texts]
-        return {
-            "embeds": torch.cat([embeds for embeds, _ in rows]),
-            "mask": torch.cat([mask for _, mask in rows]).bool(),
-        }
+        rows = [self._encode_text(text) for text in texts]
+        embeds, sound_embeds, mask = (torch.cat(column) for column in zip(*rows, strict=True))
+        return {"embeds": embeds, "sound_embeds": sound_embeds, "mask": mask.bool()}
 
-    def _encode_video_text(self, text: str) -> tuple[Tensor, Tensor]:
-        """For the pictures; there are others for the sound."""
+    def _encode_text(self, text: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the pictures and what the sound attend to, [1, L, width] each, and the mask
+        of both, [1, L].
+        """
         pipeline = self.pipeline
         states, mask = pipeline._get_gemma_prompt_embeds(
             text, max_sequence_length=self.max_tokens, device=self.device
         )
-        embeds, _, mask = pipeline.connectors(
+        encoded: tuple[Tensor, Tensor, Tensor] = pipeline.connectors(
             states, mask, padding_side=pipeline.tokenizer.padding_side
         )
-        return embeds, mask
+        return encoded
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        config = self.transformer.config
-        _, frames, height, width = self.latent_shape
-        velocity: Tensor = self.transformer(
+        parts = self.latent_shape.split(latents)
+        video, sound = parts["video"], parts["sound"]
+        _, frames, height, width = video.shape[1:]
+        video_velocity, sound_velocity = self.transformer(
             # [N, C, F, H, W] as tokens [N, F H W, C]: a latent is a token.
-            hidden_states=latents.flatten(2).mT,
-            # One token of silence: the network needs some, and isolate_modalities keeps it apart.
-            audio_hidden_states=latents.new_zeros(len(latents), 1, config.audio_in_channels),
+            hidden_states=video.flatten(2).mT,
+            # [N, C, L, M] as tokens [N, L, C M]: a point in time is a token.
+            audio_hidden_states=sound.transpose(1, 2).flatten(2),
             encoder_hidden_states=conditioning["embeds"],
-            audio_encoder_hidden_states=latents.new_zeros(len(latents), 1, config.caption_channels),
+            audio_encoder_hidden_states=conditioning["sound_embeds"],
             timestep=1000 * sigma,
             encoder_attention_mask=conditioning["mask"],
+            audio_encoder_attention_mask=conditioning["mask"],
             num_frames=frames,
             height=height,
             width=width,
             fps=FRAME_RATE,
-            audio_num_frames=1,
-            isolate_modalities=True,
+            audio_num_frames=sound.shape[2],
             return_dict=False,
-        )[0]
-        return velocity.mT.reshape(latents.shape)
+        )
+        return self.latent_shape.join(
+            {
+                "video": video_velocity.mT,
+                "sound": sound_velocity.unflatten(2, sound.shape[1::2]).transpose(1, 2),
+            }
+        )
+
+    def _decode_pixels(self, latents: Tensor) -> Tensor:
+        return super()._decode_pixels(self.latent_shape.split(latents)["video"])
+
+    def _encode_with_vae(self, pixels: Tensor) -> Tensor:
+        raise ModelError(
+            f"{self.config.family} has a sound with every video, and pictures have none; leave out"
+            " what encodes pictures, such as pairs of pictures"
+        )
+
+    @property
+    def sound_rate(self) -> int:
+        rate: int = self.pipeline.vocoder.config.output_sampling_rate
+        return rate
+
+    @torch.no_grad()
+    def decode_sound(self, latents: Tensor) -> np.ndarray:
+        """Decode the sound of latents, [N, D]: int16 [N, samples, channels], ``sound_rate`` samples
+        a second.
+        """
+        with self._parts_on_device(*self.sound_parts):
+            waves = [
+                self._decode_waves(part.to(self.device)).cpu()
+                for part in torch.split(latents, self._images_per_vae_call())
+            ]
+        return encode_pcm(torch.cat(waves).numpy())
+
+    def _decode_waves(self, latents: Tensor) -> Tensor:
+        """Decode sound in about [-1, 1], [n, channels, samples]."""
+        audio_vae = self.pipeline.audio_vae
+        sound = self.latent_shape.split(latents.float())["sound"]
+        # Statistics of each channel and band, [C M], which the VAE keeps with its weights.
+        mean, std = (
+            values.view(sound.shape[1], 1, -1).to(sound)
+            for values in (audio_vae.latents_mean, audio_vae.latents_std)
+        )
+        spectrogram = audio_vae.decode(sound * std + mean, return_dict=False)[0]
+        waves: Tensor = self.pipeline.vocoder(spectrogram)
+        return waves

@@ -13,6 +13,7 @@ from diffusers import LTXPipeline
 from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.latents import get_picture_shape
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.pipeline import dynamic_shift_arguments
 from ebbflow.models.published import T5_XXL, Part, Published
@@ -79,7 +80,10 @@ class LTXVideoModel(DrawsVideos):
         return self.config.frames
 
     def count_tokens(self) -> Tokens:
-        return replace(super().count_tokens(), image=math.prod(self.latent_shape[1:]), joint=False)
+        return replace(super().count_tokens(), image=self._count_video_tokens(), joint=False)
+
+    def _count_video_tokens(self) -> int:
+        return math.prod(get_picture_shape(self.latent_shape)[1:])
 
     def token_widths(self) -> tuple[int, int]:
         config = self.transformer.config
@@ -87,7 +91,7 @@ class LTXVideoModel(DrawsVideos):
 
     def _schedule_arguments(self, tokens: int, steps: int) -> dict[str, float]:
         # Of all latents; ``tokens`` counts patches of 2 x 2 of the first dimensions, as for images.
-        return dynamic_shift_arguments(self.pipeline.scheduler, math.prod(self.latent_shape[1:]))
+        return dynamic_shift_arguments(self.pipeline.scheduler, self._count_video_tokens())
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         embeds, mask = self.pipeline._get_t5_prompt_embeds(
