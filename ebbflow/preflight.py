@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ebbflow.data.pairs import check_pairs
 from ebbflow.data.prepare import prepare_prompt_table
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sized_pictures import describe_data
+from ebbflow.estimate.measured import check_once
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.base import iter_leaves
@@ -340,14 +342,28 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
     elif model.path and "://" not in model.path and not model.is_on_hub:
         if on_cluster:
             raise RecipeError(f"model.path = {model.path!r} {LOCAL_PATH}")
-        from ebbflow.models import check_folder  # imports torch
-
-        check_folder(Path(model.path), model.family)
+        check_once(model, "folder", partial(_check_folder, model.path, model.family))
     # A family of a fixed size, such as glyph, never comes here: its recipe cannot set one.
     if model.family in FAMILIES and (model.height or model.width or model.frames > 1):
-        from ebbflow.models.sizes import check_size  # as above
+        check_once(model, "size", partial(_check_size, "model", model))
 
+
+def _check_folder(path: str, family: str) -> None:
+    from ebbflow.models import check_folder  # imports torch
+
+    check_folder(Path(path), family)
+
+
+def _check_size(key: str, model: ModelConfig) -> None:
+    """Check that the model can generate the size that a section of the recipe sets."""
+    from ebbflow.models import ModelError  # as above
+    from ebbflow.models.sizes import check_size
+
+    try:
         check_size(model)
+    except ModelError as error:
+        # It names keys of the section model, and the size may be another section's.
+        raise ModelError(str(error).replace("model.", f"{key}.", 1)) from None
 
 
 def _check_decodes_with_gradient(family: str, algorithm: str) -> None:
@@ -392,15 +408,8 @@ def _check_further_sizes(recipe: Recipe) -> None:
         if adapter:
             require_resize(adapter)
         return
-    from ebbflow.models import ModelError  # as above
-    from ebbflow.models.sizes import check_size
-
     for key, resized_model in resized.items():
-        try:
-            check_size(resized_model)
-        except ModelError as error:
-            # It names keys of the section model, and the size is another section's.
-            raise ModelError(str(error).replace("model.", f"{key}.", 1)) from None
+        check_once(resized_model, "size", partial(_check_size, key, resized_model))
 
 
 def _warn_of_evaluation_sampler(recipe: Recipe) -> None:

@@ -1,5 +1,5 @@
-"""The sizes of a base model, measured once: the imports and the modules on the meta device take
-seconds, the estimate none.
+"""The sizes of a base model, measured once, and the checks that it has passed: the imports and the
+modules on the meta device take seconds, the estimate and most of a check none.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,7 @@ def measure_cached(model: ModelConfig) -> tuple[ModelSizes, SampleSize]:
         SizeError: as there.
         ModelError: as there.
     """
-    file = cache_folder() / f"{_cache_key(model)}.json"
+    file = cache_folder() / f"{_cache_key(model, '')}.json"
     # No file yet, or one that is damaged or of another form: measure again.
     with suppress(OSError, ValueError, TypeError, KeyError):
         return _decode_sizes(json.loads(file.read_text()))
@@ -46,16 +47,33 @@ def measure_cached(model: ModelConfig) -> tuple[ModelSizes, SampleSize]:
     return sizes, sample
 
 
+def check_once(model: ModelConfig, name: str, check: Callable[[], None]) -> None:
+    """Call a check of a base model, unless this model has passed it before with the same code.
+
+    Args:
+        name: of the check.
+        check: raises where the model fails. A failure is not kept: its cause may be mended.
+    """
+    file = cache_folder() / f"{_cache_key(model, name)}.passed"
+    if file.is_file():
+        return
+    check()
+    # As above.
+    with suppress(OSError, DiskFullError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, "")
+
+
 def cache_folder() -> Path:
     """Return the folder of the sizes, below ``XDG_CACHE_HOME`` or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbflow" / "sizes"
 
 
-def _cache_key(model: ModelConfig) -> str:
+def _cache_key(model: ModelConfig, check: str) -> str:
     state = None if model.is_on_hub or model.path is None else describe_state(model.path)
     # A repository is named with its commit. A folder may change under the same path, so its state
     # (sizes and times of its files) is part of the key.
-    parts = [model.model_dump_json(), compute_code_digest(MODELS), state]
+    parts = [model.model_dump_json(), compute_code_digest(MODELS), state, check]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

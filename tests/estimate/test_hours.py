@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from ebbflow.cli import main
 from ebbflow.data.prompts import Prompt
 from ebbflow.estimate.hours import count_forward_operations, estimate_hours
-from ebbflow.estimate.measured import cache_folder, measure_cached
+from ebbflow.estimate.measured import cache_folder, check_once, measure_cached
 from ebbflow.estimate.run import estimate_recipe
-from ebbflow.models import load_model, predict
+from ebbflow.models import ModelError, load_model, predict
 from ebbflow.models.sizes import measure_model
+from ebbflow.recipe.model import ModelConfig
 
 RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
 
@@ -119,8 +122,44 @@ def test_sizes_are_measured_once_for_a_model_as_it_is(tiny_recipe, monkeypatch):
     assert len(calls) == 3
 
 
-def test_the_command_needs_no_torch_the_second_time(tmp_path):
-    command = [sys.executable, "-c", NO_TORCH, str(RECIPES / "glyph.yaml")]
+def test_a_check_that_passed_is_made_again_only_of_another_model(tiny_recipe, tmp_path):
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_recipe("sd3").model.path, folder)
+    model = ModelConfig(family="sd3", path=str(folder), height=64, width=64)
+    made = []
+
+    def check_once_more(name, checked=model):
+        check_once(checked, name, lambda: made.append(name))
+        return len(made)
+
+    assert [check_once_more("size"), check_once_more("size")] == [1, 1]
+    assert check_once_more("folder") == 2
+    assert check_once_more("size", model.model_copy(update={"height": 32})) == 3
+    (folder / "model_index.json").write_text("{}")
+    assert check_once_more("size") == 4
+
+
+def test_a_check_that_failed_is_made_again(tiny_recipe):
+    model = tiny_recipe("sd3").model
+
+    def refuse():
+        raise ModelError("too large")
+
+    for _ in range(2):
+        with pytest.raises(ModelError, match="too large"):
+            check_once(model, "size", refuse)
+
+
+@pytest.mark.parametrize("name", ["estimate", "check"])
+def test_a_command_needs_no_torch_the_second_time(tiny_recipe, tmp_path, name):
+    recipe = RECIPES / "glyph.yaml"
+    if name == "check":
+        settings = tiny_recipe("sd3").model_dump(mode="json", exclude_unset=True)
+        prompts = {"source": "ebbflow:datasets/signs/prompts.txt", "validation": 4, "held_out": 64}
+        rewards = {"prompts": prompts, "rewards": ["jpeg_compressibility"], "guardrails": []}
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump(settings | rewards | {"output": str(tmp_path)}))
+    command = [sys.executable, "-c", NO_TORCH, name, str(recipe)]
     first, second = (
         subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)
     )
@@ -134,6 +173,6 @@ def test_the_command_needs_no_torch_the_second_time(tmp_path):
 NO_TORCH = """
 import sys
 from ebbflow.cli import main
-main(["estimate", sys.argv[1]], standalone_mode=False)
+main(sys.argv[1:], standalone_mode=False)
 print("torch" in sys.modules)
 """
