@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 import yaml
-from flyte_cases import Flyte, ListPods, MakeRecipe, Register, runs_task
+from flyte_cases import Flyte, ListPods, MakeRecipe, Record, Register, runs_task
 from flyte_engine import Execution
 from flyte_table import write_table
 from flytekit.configuration import Config
@@ -94,6 +94,19 @@ def flyte(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flyte]:
     for execution in engine.started:
         if execution.read_phase() in ("QUEUED", "RUNNING"):
             execution.abort("the tests have ended")
+
+
+@pytest.fixture(scope="session")
+def flyte_version(flyte: Flyte) -> str:
+    """The version that the Flyte names; one that was built by hand may know none."""
+    name = str(flyte.remote.client.get_control_plane_version())
+    return "built without a version" if name == "unknown" else name
+
+
+@pytest.fixture(autouse=True)
+def record_version(flyte_version: str, record_property: Record) -> None:
+    """Record the version with each case: a table of some of the cases has it, too."""
+    record_property("version of Flyte", flyte_version)
 
 
 def _find_config_file(flyte: str, folder: Path) -> Path:

@@ -52,6 +52,8 @@ class Attempt:
     """CACHE_HIT, CACHE_POPULATED ..."""
     message: str
     """Its error, or the last that the engine said about it."""
+    cached_in: str = ""
+    """The execution whose outputs were taken; empty: those of none."""
 
     @property
     def short_task(self) -> str:
@@ -175,8 +177,16 @@ class Execution:
             cache = CatalogCacheStatus.Name(metadata.cache_status)
             if cache == "CACHE_HIT":
                 # Such a node runs no task; the catalog knows of which one the outputs are.
-                source = metadata.catalog_key.source_task_execution.task_id.name
-                yield Attempt(node.id.node_id, source, 0, "SUCCEEDED", cache, "")
+                source = metadata.catalog_key.source_task_execution
+                yield Attempt(
+                    node=node.id.node_id,
+                    task=source.task_id.name,
+                    number=0,
+                    phase="SUCCEEDED",
+                    cache=cache,
+                    message="",
+                    cached_in=source.node_execution_id.execution_id.name,
+                )
             for task in self._list_tasks(node.id):
                 closure = task.closure
                 yield Attempt(

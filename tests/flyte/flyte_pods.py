@@ -55,12 +55,7 @@ class PodKiller:
 
     def find_resumptions(self, task: str) -> list[str]:
         """Find what the pods of a task have logged about a checkpoint from which they went on."""
-        return [
-            line[line.index(RESUMPTION) :]
-            for log in self.logs[task].values()
-            for line in log.splitlines()
-            if RESUMPTION in line
-        ]
+        return [line for log in self.logs[task].values() for line in find_resumptions(log)]
 
     def _look_at(self, task: str, pod: V1Pod) -> None:
         uid = pod.metadata.uid
@@ -93,6 +88,11 @@ def delete_pods(
     finally:
         stop.set()
         thread.join()
+
+
+def find_resumptions(log: str) -> list[str]:
+    """Find in a pod's log from which checkpoints it went on."""
+    return [line[line.index(RESUMPTION) :] for line in log.splitlines() if RESUMPTION in line]
 
 
 def read_log(api: CoreV1Api, pod: V1Pod) -> str:

@@ -9,6 +9,9 @@ from tests.glyph_stages import small_stage
 
 STEPS = 12
 """Of a stage whose pod is to be deleted in its middle."""
+EVERY_STEP = {"checkpoints": {"every": 1}}
+SHARE = {"cpus": 0.3}
+"""What each worker of a Ray stage asks for: all of them fit on one small machine."""
 QUICK: dict[str, Any] = {"optimizer": {"lr": 0.005, "weight_decay": 0.0}}
 HELD_OUT = {"count": 64, "validation": 4, "held_out": 24}
 """Prompts: the gate decides on 24 held-out ones and more."""
@@ -18,6 +21,10 @@ ONLINE: dict[str, Any] = {
     "prompts_per_step": 4,
     "group_size": 8,
     "micro_batch": 32,
+}
+ON_RAY = ONLINE | {
+    "placement": "ray",
+    "resources": {"training": SHARE, "rollout": SHARE, "reward": SHARE},
 }
 OFFLINE: dict[str, Any] = {
     "kind": "offline",

@@ -18,7 +18,7 @@ from flyte_cases import (
 )
 from flyte_engine import Execution
 from flyte_pods import PodKiller, delete_pods, read_log
-from flyte_recipes import OFFLINE, ONLINE, STEPS, build_promotable_changes
+from flyte_recipes import EVERY_STEP, OFFLINE, ONLINE, STEPS, build_promotable_changes
 from kubernetes.client import CoreV1Api
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -39,7 +39,6 @@ STARTED = ": 1.1 online started"
 """What its pod logs when its task begins."""
 DEFAULT_GRACE = 300
 """Seconds of the grace period of a pod that trains, where the deployment names none."""
-EVERY_STEP = {"checkpoints": {"every": 1}}
 
 
 class AbortedRun(NamedTuple):

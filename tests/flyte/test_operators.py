@@ -24,7 +24,7 @@ from flyte_cases import (
 )
 from flyte_engine import Execution
 from flyte_pods import PodKiller, delete_pods, read_log
-from flyte_recipes import OFFLINE, ONLINE, build_promotable_changes
+from flyte_recipes import EVERY_STEP, OFFLINE, ON_RAY, ONLINE, build_promotable_changes
 from flyteidl.core.identifier_pb2 import WorkflowExecutionIdentifier
 from kubernetes import client
 from kubernetes.client import ApiException, CoreV1Api, V1Pod
@@ -39,14 +39,9 @@ RELEASE_SECONDS = 60
 """Within which the pods of a Ray cluster end: Flyte asks every few seconds, and pods have a grace
 period of their own.
 """
-SHARE = {"cpus": 0.3}
 STEPS = 6
 """Of the stage in whose middle a node of its PyTorchJob is deleted."""
-ON_RAY = ONLINE | {
-    "placement": "ray",
-    "resources": {"training": SHARE, "rollout": SHARE, "reward": SHARE},
-}
-COLOCATED = ONLINE | {"placement": "colocated", "checkpoints": {"every": 1}, "steps": STEPS}
+COLOCATED = ONLINE | EVERY_STEP | {"placement": "colocated", "steps": STEPS}
 LABELS = {"train_online_ray": "1.1 online", "train_online_colocated": "1.2 online"}
 """Of the stages, by the tasks that train them."""
 KILLED_AT = {"train_online_colocated": "checkpoint of step 2 saved"}

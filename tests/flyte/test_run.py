@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import urllib.request
 from statistics import median
@@ -16,11 +17,13 @@ from flyte_cases import (
     ListPods,
     MakeRecipe,
     Record,
+    Register,
     find_child_runs,
     find_parent_run,
     wait_for_line,
 )
 from flyte_engine import Execution, list_deck_links
+from flyte_pods import read_log
 from flyte_recipes import OFFLINE, ONLINE, build_promotable_changes, with_approval
 from flyteidl.core.identifier_pb2 import WorkflowExecutionIdentifier
 from kubernetes.client import CoreV1Api, V1Container, V1ObjectMeta, V1Pod, V1PodSpec
@@ -49,6 +52,11 @@ for _ in range(2):
 """
 """Prints the commit of the image, and seconds of CPU time since a process began: after importing
 Flyte's entry point, and after importing a light task.
+"""
+DRY_RUN = "workflows.post_training.dry_run"
+IMPORT = re.compile(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", re.MULTILINE)
+"""A line of Python's own profile of imports: microseconds of a module without those that it
+imports, and its name.
 """
 MAX_CLOSURE_BYTES = 256 * 1024
 LIGHT = ("start_run", "prepare_prompts", "choose_candidate", "decide_promotion", "write_report")
@@ -241,6 +249,31 @@ def test_a_light_pod_imports_in_little_time(
     record_property(
         "seen",
         f"{float(seconds):.2f} s of CPU time, {float(flytekit_seconds):.2f} s of them flytekit's",
+    )
+
+
+def test_the_log_of_a_light_pod_names_its_imports(
+    flyte: Flyte,
+    register: Register,
+    deployment: dict[str, Any],
+    make_recipe: MakeRecipe,
+    list_pods: ListPods,
+    pods: CoreV1Api,
+    record_property: Record,
+) -> None:
+    """The imports of a light pod before its task, by the pod's own log: nothing with tensors."""
+    version = register(env=deployment["env"] | {"PYTHONPROFILEIMPORTTIME": "1"})
+    execution = flyte.start(DRY_RUN, version, make_recipe("imports"), "imports")
+    execution.wait_for_end(MAX_SECONDS)
+    (pod,) = list_pods(execution, "plan_run")
+    imports = IMPORT.findall(read_log(pods, pod))
+    names = [name for _, name in imports]
+    before_task = imports[: names.index("tasks.plan_run") + 1]
+    assert names.index("flytekit") < len(before_task)
+    assert not {"torch", "mlflow", "diffusers", "ray"} & {name for _, name in before_task}
+    seconds = sum(int(microseconds) for microseconds, _ in before_task) / 1e6
+    record_property(
+        "seen", f"{seconds:.2f} s of the clock for {len(before_task)} modules, other pods beside it"
     )
 
 

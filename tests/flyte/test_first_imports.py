@@ -1,0 +1,128 @@
+"""A pod that is deleted as its container starts, and a cache that is overwritten."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import pytest
+from flyte_cases import MAX_SECONDS, WORKFLOW, Flyte, ListPods, MakeRecipe, Record
+from flyte_engine import Attempt, Execution
+from flyte_pods import read_log
+from flyte_recipes import ONLINE, build_promotable_changes
+from kubernetes.client import ApiException, CoreV1Api, V1Pod
+
+from ebbflow.recipe import Recipe
+
+TASK = "train_base_model"
+IMPORT_SECONDS = 1.0
+"""After which a container's first process imports: the pod is deleted then."""
+RELEASE_SECONDS = 30
+"""Within which a deleted pod is gone that has nothing to save."""
+DEFAULT_GRACE = 300
+
+
+class DeletedStart(NamedTuple):
+    """An execution whose first pod of a task was deleted while it imported."""
+
+    execution: Execution
+    log: str
+    """What the pod had printed when it was deleted."""
+    release_seconds: float
+    """From its deletion until it was gone."""
+    attempts: list[Attempt]
+
+
+@pytest.fixture(scope="module")
+def recipe(make_recipe: MakeRecipe) -> Recipe:
+    """A recipe whose base model no other run has."""
+    model = {"training": {"steps": 31, "batch": 16}}
+    return make_recipe("start", **build_promotable_changes(ONLINE, model=model))
+
+
+@pytest.fixture(scope="module")
+def deleted_start(
+    flyte: Flyte, version: str, recipe: Recipe, list_pods: ListPods, pods: CoreV1Api
+) -> DeletedStart:
+    execution = flyte.start(WORKFLOW, version, recipe, "start")
+    execution.wait_until(lambda: list_pods(execution, TASK), f"a pod of {TASK}", MAX_SECONDS)
+    (pod,) = list_pods(execution, TASK)
+    _wait_for_container(pods, pod)
+    time.sleep(IMPORT_SECONDS)
+    log = read_log(pods, pod)
+    deleted_at = time.monotonic()
+    pods.delete_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
+    while _is_there(pods, pod):
+        assert time.monotonic() - deleted_at < MAX_SECONDS
+        time.sleep(0.2)
+    seconds = time.monotonic() - deleted_at
+    execution.wait_for_task(TASK, ("SUCCEEDED",), MAX_SECONDS)
+    attempts = execution.attempts_of(TASK)
+    execution.abort("the second attempt was seen")
+    return DeletedStart(execution, log, seconds, attempts)
+
+
+def _wait_for_container(pods: CoreV1Api, pod: V1Pod) -> None:
+    """Wait until the container of a pod has started."""
+    deadline = time.monotonic() + MAX_SECONDS
+    while time.monotonic() < deadline:
+        newest = pods.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
+        statuses = newest.status.container_statuses
+        if statuses and statuses[0].state.running:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{pod.metadata.name} has not started in {MAX_SECONDS} s")
+
+
+def _is_there(pods: CoreV1Api, pod: V1Pod) -> bool:
+    """Return whether a pod still holds its machine."""
+    try:
+        newest = pods.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
+    except ApiException as error:
+        if error.status == 404:
+            return False
+        raise
+    statuses = newest.status.container_statuses or []
+    return newest.metadata.uid == pod.metadata.uid and not any(
+        status.state.terminated for status in statuses
+    )
+
+
+def test_a_pod_that_imports_obeys_a_deletion(
+    deleted_start: DeletedStart, deployment: dict[str, Any], record_property: Record
+) -> None:
+    """A pod that is deleted in its first imports is gone at once, and not after its grace period;
+    another goes on."""
+    grace_period = deployment["accelerated"].get("grace_period", DEFAULT_GRACE)
+    assert grace_period > RELEASE_SECONDS
+    assert deleted_start.log == ""
+    assert deleted_start.release_seconds < RELEASE_SECONDS
+    assert len(deleted_start.attempts) == 2
+    assert deleted_start.attempts[-1].phase == "SUCCEEDED"
+    record_property(
+        "seen",
+        f"gone after {deleted_start.release_seconds:.1f} s, grace period {grace_period}; "
+        f"attempt 2 {deleted_start.attempts[-1].phase}",
+    )
+
+
+def test_a_cache_can_be_overwritten(
+    flyte: Flyte,
+    version: str,
+    recipe: Recipe,
+    deleted_start: DeletedStart,
+    record_property: Record,
+) -> None:
+    """An execution with `overwrite_cache` trains a cached base model again, and the next one takes
+    that."""
+    assert deleted_start.attempts[-1].cache == "CACHE_POPULATED"
+    overwriting = flyte.start(WORKFLOW, version, recipe, "overwriting", overwrite_cache=True)
+    trained = overwriting.wait_for_task(TASK, ("SUCCEEDED",), MAX_SECONDS)
+    overwriting.abort("the base model was trained")
+    assert trained.cache != "CACHE_HIT"
+    reading = flyte.start(WORKFLOW, version, recipe, "reading")
+    found = reading.wait_for_task(TASK, ("SUCCEEDED",), MAX_SECONDS)
+    reading.abort("the cache was seen")
+    assert found.cache == "CACHE_HIT"
+    assert found.cached_in == overwriting.name
+    record_property("seen", f"{trained.cache}, then {found.cache} of {overwriting.name}")

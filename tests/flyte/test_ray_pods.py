@@ -1,0 +1,142 @@
+"""Pods of a Ray cluster that are deleted in the middle of a stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from flyte_cases import (
+    MAX_SECONDS,
+    WORKFLOW,
+    Flyte,
+    ListPods,
+    MakeRecipe,
+    Record,
+    find_child_runs,
+)
+from flyte_engine import Attempt, Execution
+from flyte_pods import find_resumptions, read_log
+from flyte_recipes import EVERY_STEP, ON_RAY, build_promotable_changes
+from kubernetes import client
+from kubernetes.client import CoreV1Api, V1Pod
+from mlflow import MlflowClient
+
+TASK = "train_online_ray"
+NODE_TYPE = "ray.io/node-type"
+"""The label that KubeRay gives to the head and the workers; the pod that submits the job has none,
+and prints what the stage logs.
+"""
+KINDS = ("worker", "head")
+"""Which pod is deleted in each of the stages."""
+STEPS = 20
+"""Enough that a stage still runs when its pod is deleted after its second one."""
+SAVED = "checkpoint of step 2 saved"
+"""What a stage logs before a pod of it is deleted."""
+
+
+@dataclass
+class BrokenStage:
+    """A Ray stage one of whose pods was deleted."""
+
+    deleted: str
+    """The name of that pod."""
+    attempts: list[Attempt] = field(default_factory=list)
+    logs: dict[str, str] = field(default_factory=dict)
+    """What each pod that submits a job of the stage has printed, by its unique id."""
+
+
+@pytest.fixture(scope="module")
+def ray_run(flyte: Flyte, version: str, make_recipe: MakeRecipe, pods: CoreV1Api) -> Execution:
+    """An execution with a Ray stage for each kind of pod."""
+    groups = client.ApisApi(pods.api_client).get_api_versions().groups
+    if "ray.io" not in {group.name for group in groups}:
+        pytest.skip("KubeRay is not there")
+    stage = ON_RAY | EVERY_STEP | {"steps": STEPS}
+    recipe = make_recipe("ray", **build_promotable_changes(*[stage] * len(KINDS)))
+    return flyte.start(WORKFLOW, version, recipe, "ray")
+
+
+@pytest.fixture(scope="module")
+def broken_stages(
+    ray_run: Execution, list_pods: ListPods, pods: CoreV1Api
+) -> dict[str, BrokenStage]:
+    """The stages, by the kind of the pod that was deleted."""
+    stages = {}
+    earlier_nodes: set[str] = set()
+    for kind in KINDS:
+        earlier_pods = {pod.metadata.uid for pod in list_pods(ray_run, TASK)}
+        stages[kind] = _break_stage(ray_run, kind, earlier_pods, earlier_nodes, list_pods, pods)
+        earlier_nodes |= {attempt.node for attempt in stages[kind].attempts}
+    ray_run.abort("all was seen")
+    return stages
+
+
+def _break_stage(
+    execution: Execution,
+    kind: str,
+    earlier_pods: set[str],
+    earlier_nodes: set[str],
+    list_pods: ListPods,
+    pods: CoreV1Api,
+) -> BrokenStage:
+    """Delete a pod of the next Ray stage in its middle, and follow the stage to its end."""
+    stage = BrokenStage("")
+
+    def list_new_pods() -> list[V1Pod]:
+        return [pod for pod in list_pods(execution, TASK) if pod.metadata.uid not in earlier_pods]
+
+    def read_logs() -> None:
+        for pod in list_new_pods():
+            log = "" if NODE_TYPE in pod.metadata.labels else read_log(pods, pod)
+            if log:
+                stage.logs[pod.metadata.uid] = log
+
+    def has_saved() -> bool:
+        read_logs()
+        return any(SAVED in log for log in stage.logs.values())
+
+    def has_ended() -> bool:
+        read_logs()
+        attempts = execution.attempts_of(TASK)
+        stage.attempts = [attempt for attempt in attempts if attempt.node not in earlier_nodes]
+        return any(attempt.phase == "SUCCEEDED" for attempt in stage.attempts)
+
+    execution.wait_until(has_saved, f"a checkpoint, to delete a {kind}", MAX_SECONDS)
+    running = [
+        pod
+        for pod in list_new_pods()
+        if pod.metadata.labels.get(NODE_TYPE) == kind and pod.status.phase == "Running"
+    ]
+    stage.deleted = running[0].metadata.name
+    pods.delete_namespaced_pod(stage.deleted, running[0].metadata.namespace)
+    execution.wait_until(has_ended, f"the end of the stage that lost a {kind}", MAX_SECONDS)
+    return stage
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_goes_on_without_a_deleted_ray_pod(
+    flyte: Flyte,
+    ray_run: Execution,
+    broken_stages: dict[str, BrokenStage],
+    kind: str,
+    record_property: Record,
+) -> None:
+    """A pod of a Ray cluster is deleted: the stage goes on after its last checkpoint."""
+    record_property(
+        "case", f"The {kind} of a RayJob is deleted: the stage goes on after its last checkpoint."
+    )
+    stage = broken_stages[kind]
+    # KubeRay replaces a head by itself, and submits the job to it once more.
+    assert stage.attempts[-1].phase == "SUCCEEDED"
+    lines = [line for log in stage.logs.values() for line in find_resumptions(log)]
+    assert lines
+    label = f"1.{1 + KINDS.index(kind)} online"
+    (child,) = [run for run in find_child_runs(flyte, ray_run) if run.info.run_name == label]
+    store = MlflowClient(flyte.mlflow, flyte.mlflow)
+    steps = sorted(metric.step for metric in store.get_metric_history(child.info.run_id, "loss"))
+    assert steps == list(range(steps[0], steps[0] + STEPS))
+    record_property(
+        "seen",
+        f"{stage.deleted} deleted; {len(stage.attempts)} attempts, {len(stage.logs)} jobs; "
+        f"{lines[-1]}; every step once",
+    )
