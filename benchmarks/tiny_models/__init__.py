@@ -21,7 +21,7 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar as silence_transformers
 
 from ebbflow.models.base import ModelError
-from ebbflow.models.folder import INDEX
+from ebbflow.models.folder import find_index
 from ebbflow.recipe.plugins import import_object
 from ebbflow.storage.artifacts import check_replaceable
 
@@ -64,7 +64,7 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
     pipeline.save_pretrained(folder)
     # transformers 5 has a tokenizer under several names, and the published folders go by another
     # one.
-    index = folder / INDEX
+    index = find_index(folder)
     named = re.sub(r'"(T5|Gemma)Tokenizer"', r'"\1TokenizerFast"', index.read_text())
     index.write_text(named.replace('"TokenizersBackend"', '"LlamaTokenizerFast"'))
 

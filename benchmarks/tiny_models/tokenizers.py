@@ -151,7 +151,7 @@ def build_hunyuan_qwen_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def _train_qwen_tokenizer(heads: Sequence[str]) -> Qwen2Tokenizer:
+def _train_qwen_tokenizer(heads: list[str]) -> Qwen2Tokenizer:
     # 100 copies: each word of a head is then more frequent than any pair of the sentences
     merges = _train_byte_pairs(Qwen2Tokenizer(), [*SENTENCES, *100 * heads], BYTES, 500)
     words = [*BYTES, *map("".join, merges), *QWEN_SPECIALS]

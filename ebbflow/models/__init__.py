@@ -13,7 +13,7 @@ How
     A family is one file in ``families/``: its record, which ``recipe.families`` reads without
     importing torch, the parts of its published models, and its adapter: diffusers' own parts,
     called as its pipeline calls them (``pipeline.py``, ``pipeline_loading.py``; with images to
-    edit ``editing.py``).
+    edit ``editing.py``; of modular pipelines their blocks, ``modular.py``).
     ``load_model`` checks a folder and loads it, ``prepare.py`` makes the folder of a run,
     ``hub.py`` fetches repositories, ``encoding.py`` encodes each prompt once. ``sizes.py`` builds
     models on the meta device for ``ebbflow estimate``; ``glyph_training/`` trains the
@@ -41,7 +41,7 @@ import torch
 
 from ebbflow.models.base import Conditioning, Model, ModelError, default_device, predict
 from ebbflow.models.families import load_adapter
-from ebbflow.models.folder import INDEX, read_json_object
+from ebbflow.models.folder import find_index, read_json_object
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.storage.artifacts import verify_committed_folder
@@ -106,7 +106,7 @@ def check_folder(folder: Path, family: str) -> None:
         raise ModelError(
             f"{folder} is not a {family} base model: {', '.join(missing_files)} missing; {fix}"
         )
-    pipeline = read_json_object(folder / INDEX).get("_class_name")
+    pipeline = read_json_object(find_index(folder)).get("_class_name")
     if pipeline != wanted:
         raise ModelError(
             f"{folder} is a {pipeline}, and model.family = {family!r} is a {wanted};"

@@ -18,6 +18,17 @@ from ebbflow.recipe.base import sanitize_text
 
 INDEX = "model_index.json"
 """The list of a pipeline folder's parts."""
+MODULAR_INDEX = "modular_model_index.json"
+"""The same of a modular pipeline's."""
+
+
+def find_index(folder: Path) -> Path:
+    """The list of a pipeline folder's parts; that of a modular pipeline where the folder has no
+    other.
+    """
+    modular = folder / MODULAR_INDEX
+    has_modular_alone = modular.is_file() and not (folder / INDEX).is_file()
+    return modular if has_modular_alone else folder / INDEX
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

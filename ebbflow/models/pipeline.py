@@ -24,7 +24,7 @@ from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.latents import get_picture_shape
 from ebbflow.models.base import Conditioning, ModelError, Tokens
-from ebbflow.models.pipeline_loading import load_pipeline
+from ebbflow.models.pipeline_loading import ReadsPipeline, load_pipeline
 from ebbflow.models.published import Published
 from ebbflow.models.residency import parts_on_device
 from ebbflow.models.weight_files import PendingWeights
@@ -48,7 +48,7 @@ SHARD = "5GB"
 """Largest file of a saved part."""
 
 
-class PipelineModel:
+class PipelineModel(ReadsPipeline):
     """Adapter of a diffusers pipeline; see ``ebbflow.models.base.Model``. A family overrides what
     differs.
 

@@ -4,9 +4,11 @@ precision, with the recipe's attention.
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import diffusers
 import torch
@@ -16,11 +18,45 @@ from safetensors import safe_open
 from torch import nn
 
 from ebbflow.models.base import DTYPES, ModelError
-from ebbflow.models.folder import INDEX, read_json_object, report_unreadable_parts
+from ebbflow.models.folder import find_index, read_json_object, report_unreadable_parts
 from ebbflow.models.weight_files import WeightFiles, list_weight_files, read_buffers
 from ebbflow.recipe.model import ModelConfig
 
 VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")
+
+
+class ReadsPipeline:
+    """How an adapter gets its pipeline: as diffusers' classic ones are read and built; a family of
+    another kind overrides both.
+    """
+
+    pipeline_class: ClassVar[Any]
+
+    @classmethod
+    def read_pipeline(
+        cls, folder: Path, dtypes: Mapping[str, torch.dtype], parts: Mapping[str, Any]
+    ) -> Any:
+        """The pipeline of a folder.
+
+        Args:
+            dtypes: of the parts by name, and of the others as ``default``.
+            parts: those that are there already.
+        """
+        return cls.pipeline_class.from_pretrained(
+            folder, dtype=dict(dtypes), local_files_only=True, use_safetensors=True, **parts
+        )
+
+    @classmethod
+    def assemble_pipeline(cls, parts: Mapping[str, Any]) -> Any:
+        """A pipeline of these parts and no others."""
+        # A pipeline's constructor wants all of its parts.
+        parameters = inspect.signature(cls.pipeline_class.__init__).parameters
+        absent = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty and name not in ("self", *parts)
+        ]
+        return cls.pipeline_class(**parts, **dict.fromkeys(absent))
 
 
 def load_pipeline(
@@ -53,16 +89,14 @@ def load_pipeline(
         # Training keeps its weights in float32: a cast to 16 bits on the way there would lose bits
         # that were published. A frozen part needs no more than the arithmetic does.
         dtypes = {"default": DTYPES[config.precision], "vae": torch.float32} | published_dtypes
-        options = {"local_files_only": True, "use_safetensors": True} | adapter._load_own_parts(
-            folder
-        )
+        parts = adapter._load_own_parts(folder)
         files: dict[str, WeightFiles] = {}
         # A folder with variants alone is read by diffusers, which knows which of them to take.
         if weights_later and all(list_weight_files(folder / part) for part in weights):
             for part in weights:
                 network, files[part] = _build_without_weights(adapter, folder, part)
-                options[part] = network
-        pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
+                parts[part] = network
+        pipeline = adapter.read_pipeline(folder, dtypes, parts)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
@@ -118,7 +152,7 @@ def find_part_class(folder: Path, part: str) -> Any:
     Raises:
         ValueError: diffusers has no such class.
     """
-    library, name = read_json_object(folder / INDEX)[part]
+    library, name = read_json_object(find_index(folder))[part][:2]
     kind = getattr(diffusers, name, None) if library == "diffusers" else None
     if kind is None:
         raise ValueError(f"{part} is a {name} of {library}, which is no network of diffusers")

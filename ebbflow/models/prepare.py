@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.folder import INDEX, read_json_object
+from ebbflow.models.folder import INDEX, MODULAR_INDEX, find_index, read_json_object
 from ebbflow.models.glyph_training.train import train_glyph_base
 from ebbflow.models.glyph_training.trained import load_trained_glyph
 from ebbflow.models.hub import locate_pretrained
@@ -60,8 +60,8 @@ def fetch_pipeline(pretrained: PretrainedSourceConfig) -> Path:
         HubError: it cannot be fetched.
         ModelError: the repository holds no pipeline in the layout of diffusers.
     """
-    folder = locate_pretrained(pretrained, [INDEX])
-    if not (folder / INDEX).is_file():
+    folder = locate_pretrained(pretrained, [INDEX, MODULAR_INDEX])
+    if not find_index(folder).is_file():
         raise ModelError(
             f"{pretrained.path} at {pretrained.revision} has no {INDEX}; name a repository for"
             " diffusers"
@@ -119,18 +119,19 @@ def _pipeline_file_patterns(folder: Path) -> list[str]:
     Raises:
         ModelError: the name of a part leads out of the folder.
     """
+    index = find_index(folder)
     parts = [
         part
-        for part, kind in read_json_object(folder / INDEX).items()
+        for part, kind in read_json_object(index).items()
         if isinstance(kind, list) and kind and kind[0]
     ]
     strange_parts = [part for part in parts if not part.isidentifier()]
     if strange_parts:
         raise ModelError(
-            f"{folder / INDEX} names the part {strange_parts[0]!r}, which is no identifier; fetch"
+            f"{index} names the part {strange_parts[0]!r}, which is no identifier; fetch"
             " another repository"
         )
-    return [INDEX, *(f"{part}/{suffix}" for part in parts for suffix in PART_FILES)]
+    return [index.name, *(f"{part}/{suffix}" for part in parts for suffix in PART_FILES)]
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

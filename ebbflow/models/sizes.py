@@ -4,7 +4,6 @@ meta device, without weights.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import weakref
@@ -30,7 +29,7 @@ from ebbflow.models.context_parallel import (
 )
 from ebbflow.models.families import load_adapter
 from ebbflow.models.families.glyph import build_glyph_model
-from ebbflow.models.folder import INDEX, read_json_object
+from ebbflow.models.folder import find_index, read_json_object
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
@@ -88,7 +87,9 @@ def _measure_networks(adapter: Any, stored_bytes: int) -> ModelSizes:
     decoding = 0
     decoding_with_gradient = 0
     if vae is not None:
-        shape = get_picture_shape(adapter.latent_shape)
+        # Of modular pipelines a sample may be tokens, which are patches of the VAE's latents.
+        latents = getattr(adapter, "vae_latent_shape", adapter.latent_shape)
+        shape = get_picture_shape(latents)
         decoding = _decoding_bytes(vae, shape)
         decoding_with_gradient = _decoding_bytes(vae, shape, with_gradient=True)
     return ModelSizes(
@@ -224,17 +225,8 @@ def _build_adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
         ModelError: the family cannot generate the recipe's size.
     """
     adapter: Any = load_adapter(model.family)
-    # A pipeline's constructor wants all of its parts. Tokenizers, schedulers and what else has no
-    # weights is None here: nothing is encoded or denoised.
-    parameters = inspect.signature(adapter.pipeline_class.__init__).parameters
-    absent = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and name not in ("self", *built)
-    ]
-    return adapter(
-        adapter.pipeline_class(**built, **dict.fromkeys(absent)), model, torch.device("meta")
-    )
+    # Tokenizers, schedulers and what else has no weights is None: nothing is encoded or denoised.
+    return adapter(adapter.assemble_pipeline(built), model, torch.device("meta"))
 
 
 def _find_parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
@@ -252,7 +244,7 @@ def _find_parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
         )
     check_folder(folder, model.family)
     # {"vae": ["diffusers", "AutoencoderKL"], "text_encoder_3": [null, null], ...}
-    index = read_json_object(folder / INDEX)
+    index = read_json_object(find_index(folder))
     kinds = {name: index[name] for name in names if index.get(name, [None])[0]}
     return {
         name: Part(kind[0], kind[1], read_json_object(folder / name / "config.json"))

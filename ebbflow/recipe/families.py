@@ -43,6 +43,8 @@ class Family:
         has_fixed_size: whether it generates the size that it was trained on and no other; a recipe
             cannot set another for the model, its stages or its evaluation.
         unsupported_keys: further keys of ``model`` that have no effect on the family.
+        modular: whether its pipeline is a modular one of diffusers, which loads its parts by a
+            function of its own.
         caveat: how what its pipeline generates differs from what is trained, rewarded and
             evaluated; empty where they are the same. ``check``, the report and ``export`` say it.
 
@@ -60,6 +62,7 @@ class Family:
     trains_base_model: bool = False
     has_fixed_size: bool = False
     unsupported_keys: tuple[str, ...] = ()
+    modular: bool = False
     caveat: str = ""
 
 

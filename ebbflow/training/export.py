@@ -84,6 +84,11 @@ def how_to_load_pipeline(folder: Path, family: str) -> str:
     diffusers loads what has all parts of its pipeline. The glyph model has no VAE, and of a user's
     family nothing is known.
     """
+    if family in FAMILIES and FAMILIES[family].modular:
+        return (
+            "from diffusers import ModularPipeline; pipeline ="
+            f" ModularPipeline.from_pretrained({str(folder)!r}); pipeline.load_components()"
+        )
     if family in FAMILIES and FAMILIES[family].diffusers:
         return (
             "from diffusers import DiffusionPipeline; pipeline ="

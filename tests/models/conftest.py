@@ -10,15 +10,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from diffusers import DiffusionPipeline, SanaPipeline, WanImageToVideoPipeline, WanPipeline
+from diffusers import (
+    DiffusionPipeline,
+    ModularPipeline,
+    SanaPipeline,
+    WanImageToVideoPipeline,
+    WanPipeline,
+)
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.wan import pipeline_wan_i2v
-from pipeline_cases import EDITED_PIXELS, FirstOrderDpmSolver, FirstOrderUniPC, family, guidance
+from pipeline_cases import (
+    EDITED_PIXELS,
+    MODULAR,
+    FirstOrderDpmSolver,
+    FirstOrderUniPC,
+    family,
+    guidance,
+)
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.tiny_models import build_tiny
 from ebbflow.models import load_model
+from ebbflow.models.families import load_adapter
 from ebbflow.models.families.flux2 import TextProcessor
 from ebbflow.models.families.qwen_image_edit import PictureProcessor, QwenImageEditModel
 from ebbflow.models.pipeline import PipelineModel
@@ -133,7 +147,10 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
             parts["tokenizer"] = None
         if name == "hunyuan_video":  # the class that it names loses the spaces of the text
             parts["tokenizer"] = PreTrainedTokenizerFast.from_pretrained(path / "tokenizer")
-        pipeline = DiffusionPipeline.from_pretrained(path, local_files_only=True, **parts)
+        if name in MODULAR:
+            pipeline = open_modular(name, path)
+        else:
+            pipeline = DiffusionPipeline.from_pretrained(path, local_files_only=True, **parts)
         if name in ("flux2", "flux2_edit"):
             pipeline.register_modules(tokenizer=TextProcessor.from_folder(path))
         pipeline.set_progress_bar_config(disable=True)
@@ -147,6 +164,16 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
         return pipeline
 
     return open_pipeline
+
+
+def open_modular(name: str, path: Path) -> ModularPipeline:
+    """The pipeline of a folder, with the blocks that we run."""
+    adapter = load_adapter(name)
+    pipeline = adapter.pipeline_class(adapter.build_blocks(), path, local_files_only=True)
+    others = [part for part in pipeline.pretrained_component_names if part != "tokenizer"]
+    pipeline.load_components(names=others)
+    pipeline.update_components(tokenizer=TextProcessor.from_folder(path))
+    return pipeline
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ Wan.
 """
 EDITING = ("flux_kontext", "flux2_edit", "qwen_image_edit_plus")
 VIDEOS = ("wan_a14b", "wan_i2v", "hunyuan_video", "ltx_video", "ltx2", "hunyuan_video_15")
-NEWER = ("z_image", "flux2_klein", "sana", "flux2", "lumina2", *EDITING, *VIDEOS)
+NEWER = ("z_image", "flux2_klein", "sana", "flux2", "lumina2", *EDITING, *VIDEOS, "flux3")
 """Families that differ less from those of ``TINY``. Most tests run on them in ``make test-all``
 only.
 """
@@ -43,7 +43,7 @@ NEWER_FAMILIES_IN_TEST_ALL = [
 """All families, the newer ones in ``make test-all`` only."""
 NEWEST = (
     *("sana", "flux2", "flux2_edit", "lumina2", "hunyuan_video", "ltx_video", "ltx2"),
-    "hunyuan_video_15",
+    *("hunyuan_video_15", "flux3"),
 )
 """Families of which ``make test`` only shows that they generate the image of their pipeline, and
 for three (``OUR_LORA``) that the pipeline loads our adapters.
@@ -61,7 +61,9 @@ SIMILAR_FAMILIES_IN_TEST_ALL = [
 SHORT = ('a sign that says "OPEN"', "two cats", "a red bicycle leans against a blue wall")
 LONG = "a bowl of ripe fruit, 4 apples and 2 oranges, " * 80
 """More tokens than any of the pipelines reads, the one for editing apart."""
-WITHOUT_CALLBACK = ("hunyuan_video_15",)
+MODULAR = ("flux3",)
+"""Whose pipelines are modular."""
+WITHOUT_CALLBACK = ("hunyuan_video_15", "flux3")
 """Whose pipelines call nothing after a step."""
 PLAIN_GUIDANCE = {
     "stg_scale": 0.0,
@@ -130,7 +132,7 @@ def needs_torchvision(name: str) -> bool:
     """Whether diffusers needs it to load the family's folders, for a processor of which Ebbflow
     needs less.
     """
-    return name.startswith(("qwen_image_edit", "flux2_edit")) or name == "flux2"
+    return name.startswith(("qwen_image_edit", "flux2_edit")) or name in ("flux2", "flux3")
 
 
 def has_limit(name: str) -> bool:
@@ -201,16 +203,16 @@ def theirs(
     noises = generate_noise(
         model.latent_shape, SEED, [prompt.prompt_id for prompt in wanted], [0] * len(wanted)
     )
-    # An image for all prompts is what the pipelines for editing take, and HunyuanVideo-1.5's VAE
-    # decodes one sample.
-    alone = edits(model.config.family) or model.config.family == "hunyuan_video_15"
+    # An image for all prompts is what the pipelines for editing take, FLUX.3 takes one prompt, and
+    # HunyuanVideo-1.5's VAE decodes one sample.
+    alone = edits(model.config.family) or model.config.family in WITHOUT_CALLBACK
     size = 1 if alone else len(wanted)
     parts = [slice(start, start + size) for start in range(0, len(wanted), size)]
     drawn = [_draw(pipeline, model, wanted[part], noises[part], steps) for part in parts]
     latents = torch.cat([latents for latents, _ in drawn])
     images = 255 * np.concatenate([images for _, images in drawn])
     one_frame = images.ndim == 5 and model.config.frames == 1
-    if model.config.family == "ltx_video":
+    if model.config.family in ("ltx_video", *MODULAR):
         latents = latents.mT.reshape(-1, *model.latent_shape)
     return unpack_tokens(latents, model.latent_shape) if _packs(model) else latents, images[
         :, 0
@@ -260,15 +262,23 @@ def _draw(
         watching = nullcontext()
         asked["callback_on_step_end"] = watch
         asked["callback_on_step_end_tensor_inputs"] = names
+    if model.config.family in MODULAR:
+        asked |= {
+            "output": ["images"],
+            "prompt": asked["prompt"][0],
+            "negative_prompt": asked["negative_prompt"][0],
+        }
+    else:
+        asked["return_dict"] = False
     with watching:
-        images = pipeline(
+        outputs = pipeline(
             height=model.height,
             width=model.width,
             num_inference_steps=steps,
             output_type="np",
-            return_dict=False,
             **asked,
-        )[0]
+        )
+    images = outputs["images"] if model.config.family in MODULAR else outputs[0]
     last = seen[-1]
     if model.config.family == "ltx2":
         return _join_ltx2(model, last["latents"], last["audio_latents"]), images

@@ -20,8 +20,9 @@ from pipeline_cases import (
     theirs,
 )
 
+from ebbflow.models import modular
 from ebbflow.models import pipeline as pipelines
-from ebbflow.models.base import find_lora_class
+from ebbflow.models.base import find_lora_class, is_trainable
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import digest_of_folder
@@ -95,7 +96,7 @@ def test_every_target_of_every_block_is_adapted(open_tiny, name):
     layers = [
         key
         for key, module in model.transformer.named_modules()
-        if isinstance(module, torch.nn.Linear)
+        if isinstance(module, torch.nn.Linear) and is_trainable(model, key)
     ]
     wanted = {
         key for key in layers if any(key.endswith(f".{target}") for target in model.lora_targets)
@@ -143,7 +144,13 @@ def test_a_lora_that_the_pipeline_wrote_is_a_start_that_draws_its_image(
     pipeline = open_peer(name)
     wanted = prompts(name, SHORT[:2])
     transformer = pipeline.transformer
-    transformer.add_adapter(LoraConfig(r=2, lora_alpha=6, target_modules=model.lora_targets[:2]))
+    targets = [
+        key
+        for key, _ in transformer.named_modules()
+        if key.endswith(tuple(f".{target}" for target in model.lora_targets[:2]))
+        and is_trainable(model, key)
+    ]
+    transformer.add_adapter(LoraConfig(r=2, lora_alpha=6, target_modules=targets))
     generator = torch.Generator().manual_seed(0)
     for key, parameter in transformer.named_parameters():
         if "lora_" in key:
@@ -168,7 +175,8 @@ def test_a_lora_that_the_pipeline_wrote_is_a_start_that_draws_its_image(
 def test_an_exported_policy_is_a_pipeline_folder_in_shards(
     open_tiny, open_peer, tiny_folder, monkeypatch, tmp_path, name, config
 ):
-    monkeypatch.setattr(pipelines, "SHARD", "100KB")
+    for module in (pipelines, modular):
+        monkeypatch.setattr(module, "SHARD", "100KB")
     model = open_tiny(name)
     wanted = prompts(name, SHORT[:1])
     trained(model, config, tmp_path / "policy", model.config, digest_of_folder(tiny_folder(name)))

@@ -17,6 +17,7 @@ from diffusers import (
     DiffusionPipeline,
     Flux2KleinPipeline,
     Flux2Pipeline,
+    Flux3ModularPipeline,
     FluxKontextPipeline,
     FluxPipeline,
     HunyuanVideo15Pipeline,
@@ -42,6 +43,7 @@ from transformers.utils import is_torchvision_available
 
 from benchmarks.tiny_models import TINY, build_tiny
 from ebbflow.models import ModelError
+from ebbflow.models.folder import find_index
 from ebbflow.storage.artifacts import ArtifactError
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +139,15 @@ PUBLISHED = {
             "tokenizer_2": CLIP,
             "transformer": "HunyuanVideoTransformer3DModel",
             "vae": "AutoencoderKLHunyuanVideo",
+        },
+    ),
+    "flux3": (
+        Flux3ModularPipeline,
+        {
+            "text_encoder": "Qwen3VLForConditionalGeneration",
+            "tokenizer": "AutoProcessor",
+            "transformer": "Flux3Transformer2DModel",
+            "vae": "AutoencoderKLFlux2",
         },
     ),
     "hunyuan_video_15": (
@@ -307,7 +318,7 @@ def digests(folder):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_folder_has_the_published_parts(tiny_folder, name):
     kind, parts = PUBLISHED[name]
-    index = json.loads((tiny_folder(name) / "model_index.json").read_text())
+    index = json.loads(find_index(tiny_folder(name)).read_text())
     assert index["_class_name"] == kind.__name__
     assert {part: entry[1] for part, entry in index.items() if isinstance(entry, list)} == parts
 

@@ -27,7 +27,7 @@ FAMILY = Family(
     vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE",
     feature_caches=("first_block", "taylor_seer", "mag"),
 )
-QWEN_VL_7B = {
+QWEN_VL_7B: dict[str, Any] = {
     "text_config": {
         "vocab_size": 152064,
         "hidden_size": 3584,
