@@ -37,7 +37,7 @@ OWN_RECIPES = (
 OWN_KEYS = (
     *("name", "model.family", "model.path", "model.revision", "prompts.*", "rewards", "rounds"),
     *("guardrails", "branches.*", "promotion.*", "evaluation.micro_batch", "stages.?.kind"),
-    *("stages.?.branch", "stages.?.micro_batch", "stages.?.shards"),
+    *("stages.?.branch", "stages.?.micro_batch", "stages.?.shards", "stages.?.placement"),
 )
 """Keys of a recipe that say what a run is of and how it fits the machine."""
 HELP = """examples:
