@@ -196,12 +196,13 @@ def _describe_data(
             continue
         key = f"stages.{index}.data"
         with problems.collect(key):
-            if on_cluster:
+            if on_cluster and not data.path.startswith(SHIPPED):
                 raise RecipeError(f"{key}.path = {data.path!r} {LOCAL_PATH}")
-            if not Path(data.path).exists():
+            path = resolve_local_path(data.path)
+            if not path.exists():
                 raise RecipeError(f"{key}.path = {data.path!r}: no such file or folder; {WHERE}")
             size = find_picture_size(recipe.model)
-            described = describe_data(data, Path(data.path), recipe.model.frames, size, evaluated)
+            described = describe_data(data, path, recipe.model.frames, size, evaluated)
             lines.append(f"{key}: {described}")
     return lines
 

@@ -37,7 +37,7 @@ def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> T
         if isinstance(start, PretrainedSourceConfig):
             source = _fetch_source(start)
             write_start_policy(recipe, base_folder, source, folder, start.path)
-            return TrainedPolicy(folder=FlyteDirectory(str(folder)))
+            return TrainedPolicy(folder=FlyteDirectory(str(folder)), was_trained=True)
         champion = find_champion(run.tracking_uri, recipe.promotion.model_name)
         if champion is None:
             digest = verify_folder(base_folder)
@@ -51,7 +51,7 @@ def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> T
             name = f"models:/{champion.model_name}/{champion.version}"
             write_start_policy(recipe, base_folder, source, folder, name)
         run_logger.log_params({"start": name})
-    return TrainedPolicy(folder=FlyteDirectory(str(folder)))
+    return TrainedPolicy(folder=FlyteDirectory(str(folder)), was_trained=champion is not None)
 
 
 def _fetch_source(start: PretrainedSourceConfig) -> Path:

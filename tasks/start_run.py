@@ -141,6 +141,7 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
         "ebbflow.code_digest": compute_code_digest(*CODE),
         "ebbflow.inputs_digest": compute_inputs_digest(recipe),
     }
+    # A turn is over after its run: the tag finds a run that FINISHED while its turn had not.
     turn = find_turn()
     if turn:
         tags[TURN] = turn

@@ -70,6 +70,8 @@ class TrainedPolicy(BaseModel):
     """Training steps of the run so far: where the next stage's curves begin."""
     branch_stages: list[FinishedStage] = []
     """The stages of the branches that the stage learned from."""
+    was_trained: bool = False
+    """Whether the run starts from it and an earlier one trained it."""
 
     @classmethod
     def from_stage(

@@ -74,6 +74,7 @@ def test_it_has_the_files_that_are_no_modules(wheel: Path) -> None:
     }
     assert len(prompts) == 6
     assert prompts <= names
+    assert "ebbflow/datasets/glyph_pictures/pictures.parquet" in names
 
 
 def test_what_is_installed_reads_its_prompts_and_writes_beside_the_runs(

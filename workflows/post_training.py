@@ -189,8 +189,16 @@ def train_rounds(
         "round": round,
     }
     policy = history[-1].policy
+    starts_from_base = round == 0 and not policy.was_trained
     specialists = {}
     for stage, config in enumerate(recipe.stages):
+        # Left out of the history as well: there is no new policy to evaluate.
+        if config.only_from_base and not starts_from_base:
+            logger.info(
+                "%s is skipped: only_from_base, and the policy was trained before",
+                recipe.stage_label(round, stage),
+            )
+            continue
         # Branches begin with the same policy and none waits for another: each is one node, at the
         # first of its stages.
         if config.branch:

@@ -43,4 +43,5 @@ def turn(recipe: Recipe) -> None:
         turn_flywheel(recipe=recipe)
     finally:
         forget_turn()
+    # Only now: a turn that failed goes on in its run.
     close_turn(recipe)

@@ -12,14 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.data.prepare import prepare_prompt_table
-from ebbflow.data.prompts import PromptError, write_prompts
+from ebbflow.data.local_prompts import prepare_local_prompts
+from ebbflow.data.prompts import write_prompts
 from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.evaluation.evaluate import EvaluationError, describe_image_size, evaluate_folder
 from ebbflow.evaluation.gate import decide_by_gate
 from ebbflow.evaluation.gate_scores import refuse_unequal_scores, score_tables_together
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.paths import resolve_local_path
 from ebbflow.registry.model_folders import ModelFolders, open_model_folders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import sha256_of_file, write_text
@@ -81,7 +80,8 @@ def compare_policies(
         ArtifactError, PolicyError, TrackingError, RewardError: as ``open_model_folders``,
             ``evaluate_folder`` and ``score_tables_together``.
     """
-    prompts = _write_prompt_table(recipe, folder)
+    prompts = folder / "prompts.parquet"
+    write_prompts(prepare_local_prompts(recipe), prompts)
     evaluations = {}
     samples = {}
     with ExitStack() as stack:
@@ -114,28 +114,6 @@ def _name_pair(evaluations: Mapping[str, Evaluation]) -> str:
     """Return the name of the folder of a pair."""
     labels = [evaluations[side].label for side in ("candidate", "champion")]
     return "-against-".join(re.sub(r"[^\w.]+", "-", label).strip("-") for label in labels)
-
-
-def _write_prompt_table(recipe: Recipe, folder: Path) -> Path:
-    """Write the prompts as a run of the recipe prepares them; return the file."""
-    held_out = recipe.prompts.held_out_source
-    sources = [*recipe.prompts.source_files, *filter(None, [held_out])]
-    for source in sources:
-        if "://" in source:
-            raise PromptError(
-                f"{source} is behind a URI; download it, and name the local file in the recipe"
-            )
-        if not resolve_local_path(source).is_file():
-            raise PromptError(f"{source}: no such file next to the recipe or here")
-    table, report = prepare_prompt_table(
-        recipe,
-        *map(resolve_local_path, recipe.prompts.source_files),
-        held_out=resolve_local_path(held_out) if held_out else None,
-    )
-    logger.info("%s", report)
-    path = folder / "prompts.parquet"
-    write_prompts(table, path)
-    return path
 
 
 def _open_sides(

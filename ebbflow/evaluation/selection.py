@@ -30,14 +30,18 @@ def find_stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done:
         nor 6 is better than the best of 0 and 2 by more than ``stop.min_delta``.
 
     Args:
-        history: the evaluation before training, then one per stage that is in no branch.
+        history: the evaluation before training, then one per stage that is in no branch. The first
+            round may have further ones, of its stages ``only_from_base``.
         rounds_done: rounds trained so far.
     """
     if rounds_done >= recipe.rounds:
         return f"stop: all {recipe.rounds} rounds are done"
     # A round is judged by its last stage alone.
-    per_round = sum(stage.branch is None for stage in recipe.stages)
-    ends = [_validation_reward(history[index]) for index in range(0, len(history), per_round)]
+    per_round = sum(stage.branch is None and not stage.only_from_base for stage in recipe.stages)
+    # Counted from the end: the first round may have more stages.
+    last = len(history) - 1
+    indices = [0, *(last - per_round * after for after in reversed(range(rounds_done)))]
+    ends = [_validation_reward(history[index]) for index in indices]
     earlier = ends[: -recipe.stop.patience]
     recent = ends[-recipe.stop.patience :]
     if not earlier or max(recent) > max(earlier) + recipe.stop.min_delta:

@@ -66,6 +66,7 @@ from ebbflow.recipe.stage_checks import (
     check_rollout_caches,
     check_rollout_precision,
     check_shares_of_prompt_sets,
+    check_stages_from_base,
     check_weights_until_update,
 )
 from ebbflow.recipe.stages import (
@@ -197,6 +198,7 @@ class Recipe(Strict):
             prompts = self.select_branch(stage.branch).prompts
             check_teachers_of_prompt_sets(index, stage, prompts.prompt_set_labels)
         check_students_have_teacher(self.stages, self.rounds)
+        check_stages_from_base(self.stages)
         return self
 
     @model_validator(mode="after")

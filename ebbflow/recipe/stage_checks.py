@@ -36,6 +36,29 @@ def check_shares_of_prompt_sets(index: int, stage: StageConfig, prompts: Prompts
         )
 
 
+def check_stages_from_base(stages: Sequence[StageConfig]) -> None:
+    """Check that a run which skips the stages ``only_from_base`` still trains something.
+
+    Raises:
+        ValueError: such a stage is in a branch, or no other one comes after it.
+    """
+    for index, stage in enumerate(stages):
+        key = f"stages.{index}.only_from_base"
+        # A branch is one node, which trains all of its stages and chooses among their policies.
+        if stage.only_from_base and stage.branch:
+            raise ValueError(
+                f"{key}: the stage is in the branch {stage.branch!r}, which needs all of its"
+                " stages; leave one of the two keys out"
+            )
+        # The last stage outside of branches ends the round, whose reward decides on the next one.
+        later = [other for other in stages[index + 1 :] if other.branch is None]
+        if stage.only_from_base and all(other.only_from_base for other in later):
+            raise ValueError(
+                f"{key}: a run that starts from an earlier policy would train nothing after it;"
+                " add a stage, or leave the key out"
+            )
+
+
 def check_rollout_precision(
     stages: Sequence[StageConfig], model: ModelConfig, policy: PolicyConfig
 ) -> None:

@@ -105,6 +105,9 @@ class LimitKeys(Strict):
     branch: str | None = None
     """The branch (a name of ``branches``) that this stage belongs to. Different branches start from
     the same policy and run side by side."""
+    only_from_base: bool = False
+    """Train this stage only in the first round of a run that starts from the base model, such as
+    fine-tuning before reinforcement learning. A run that starts from an earlier policy skips it."""
     checkpoints: CheckpointsConfig | None = CheckpointsConfig()
     max_hours: float | None = Field(None, gt=0)
     """Hours after which the stage ends with the policy it has. The run continues."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
 from ebbflow.compute import set_up_process
 from ebbflow.data.images import encode_pngs
-from ebbflow.data.prepare import prepare_prompt_table
-from ebbflow.data.prompts import Prompt
+from ebbflow.data.local_prompts import prepare_local_prompts
+from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.labeling.sources import write_queue
 from ebbflow.models import Model, load_model
@@ -20,6 +21,7 @@ from ebbflow.progress import show_progress
 from ebbflow.recipe import Recipe
 from ebbflow.registry.download import download_champion
 from ebbflow.registry.lookup import find_champion
+from ebbflow.reward_training.first_policy import train_first_policy
 from ebbflow.reward_training.folder import require_reward_model_config
 from ebbflow.reward_training.queue_folder import find_queue_folder
 from ebbflow.reward_training.select_pairs import select_pairs
@@ -28,7 +30,7 @@ from ebbflow.rollouts.generate import generate_samples
 from ebbflow.seeding import derive_seed, permute_indices
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import remove_path
-from ebbflow.storage.layout import COPIED_MODELS, QUEUE
+from ebbflow.storage.layout import COPIED_MODELS, FIRST_STAGES, QUEUE
 from ebbflow.storage.locks import lock_folder
 from ebbflow.tracking.store import resolve_tracking_uri
 from ebbflow.training.policy import Policy
@@ -94,10 +96,11 @@ def generate_queue(
 
 def open_queue(recipe: Recipe) -> Path:
     """Return the queue that the last turn of a recipe has left; before the first one, generate one
-    with the policy that the recipe starts from.
+    with the policy that the recipe starts from, after its stages on data (``only_from_base``).
 
     Raises:
-        RecipeError: the recipe has no reward model.
+        RecipeError: the recipe has no reward model, or data that is not on this machine.
+        PromptError, DataError: its prompts or its data cannot be used.
         ModelError, TrackingError, PolicyError: its base model or its start cannot be opened.
     """
     config = require_reward_model_config(recipe)
@@ -109,10 +112,10 @@ def open_queue(recipe: Recipe) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     set_up_process(recipe)
     # Held-out and validation prompts judge policies, so nobody labels pictures of them.
-    table, _ = prepare_prompt_table(recipe)
+    table = prepare_local_prompts(recipe)
     prompts = [Prompt(**row) for row in table.to_pylist() if row["split"] == "train"]
     with lock_folder(folder):
-        base, policy_folder = _prepare_start(recipe, folder)
+        base, policy_folder = _prepare_start(recipe, table, folder)
         model, policy = open_served_policy(recipe, base, policy_folder)
         chosen = choose_prompts(prompts, [], config.queue, recipe.seed)
         generate_queue(recipe, model, policy, chosen, None, config.queue, recipe.seed, queue)
@@ -145,9 +148,9 @@ def open_served_policy(recipe: Recipe, base: Path, folder: Path) -> tuple[Model,
     return model, policy
 
 
-def _prepare_start(recipe: Recipe, folder: Path) -> tuple[Path, Path]:
-    """Return the base model, and the policy that the recipe starts from: its champion, or the base
-    model itself.
+def _prepare_start(recipe: Recipe, prompts: pa.Table, folder: Path) -> tuple[Path, Path]:
+    """Return the base model, and the policy that rewards train first: the champion, or the base
+    model after the stages on data.
     """
     store = resolve_tracking_uri(recipe)
     # As the pipeline starts: people should label what the next training begins with.
@@ -170,4 +173,7 @@ def _prepare_start(recipe: Recipe, folder: Path) -> tuple[Path, Path]:
         write_base_policy(
             policy, digest, recipe.digest, recipe.policy, recipe.model, recipe.evaluation
         )
-    return base, policy
+    stages = folder / FIRST_STAGES
+    stages.mkdir(exist_ok=True)
+    write_prompts(prompts, stages / "prompts.parquet")
+    return base, train_first_policy(recipe, base, policy, stages / "prompts.parquet", stages)

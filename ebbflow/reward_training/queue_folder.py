@@ -28,6 +28,7 @@ def open_turn(recipe: Recipe) -> str:
     path = find_queue_folder(recipe) / TURN
     if path.is_file():
         return path.read_text().strip()
+    # Random and not a count: the folder may be deleted, and the run's tag stays in MLflow.
     turn = uuid.uuid4().hex
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, f"{turn}\n")

@@ -9,5 +9,6 @@ QUEUES = "queues"
 QUEUE = "queue.parquet"
 TURN = "turn.txt"
 """In a queue's folder while a turn is under way: what its run is tagged with."""
-COPIED_MODELS = ("base", "untrained", "champion")
+FIRST_STAGES = "stages"
+COPIED_MODELS = ("base", "untrained", "champion", FIRST_STAGES)
 """Folders of a queue that only its generation needs."""

@@ -126,3 +126,13 @@ def test_a_policy_without_a_validation_reward_is_never_best() -> None:
     history = [evaluation(reward=0.9), evaluation(), evaluation(reward=0.1)]
     assert find_best_policy(history) == 2
     assert find_stop_reason(Recipe(rounds=5), history, 1) is None
+
+
+def test_a_stage_of_the_first_round_alone_is_no_end_of_a_round():
+    """Rewards after the rounds: .5, .55, .6; the fine-tuning before the first had .7."""
+    stages = [{"kind": "offline", "only_from_base": True}, {"kind": "online"}]
+    plan = Recipe.model_validate({"rounds": 9, "stages": stages, "stop": {"patience": 2}})
+    assert find_stop_reason(plan, history(0.4, 0.7, 0.5, 0.55, 0.6), 3) is None
+    # A run that skipped it has the same ends.
+    assert find_stop_reason(plan, history(0.4, 0.5, 0.55, 0.6), 3) is None
+    assert "stop after 3" in (find_stop_reason(plan, history(0.4, 0.1, 0.5, 0.5, 0.5), 3) or "")

@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
+from ebbflow.compute import set_up_process
 from ebbflow.data.labels import read_labels
+from ebbflow.data.local_prompts import prepare_local_prompts
 from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.labeling.sources import load_queue
+from ebbflow.recipe import load_recipe
 from ebbflow.registry.reward_models import find_champion_reward_model
+from ebbflow.reward_training import queue as queues
 from ebbflow.run_summary import read_summary
+from ebbflow.storage.disk import sha256_of_file
 from tests.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +42,17 @@ RECIPE: dict[str, Any] = {
     "policy": {"start": "champion"},
     "stages": [
         {
+            "kind": "offline",
+            "only_from_base": True,
+            "algorithm": {"name": "sft", "noise_levels": 1},
+            "data": {
+                "path": "ebbflow:datasets/glyph_pictures/pictures.parquet",
+                "caption_dropout": 0.0,
+            },
+            "batch_size": 64,
+            "epochs": 1,
+        },
+        {
             "kind": "online",
             "steps": 2,
             "prompts_per_step": 2,
@@ -45,7 +61,7 @@ RECIPE: dict[str, Any] = {
             "algorithm": {"name": "diffusion_nft", "noise_levels": 2, "sigma": {"kind": "uniform"}},
             "reference": {"weight": 0.01},
             "sampler": {"name": "ode", "steps": 4},
-        }
+        },
     ],
     "evaluation": {"steps": 3, "samples": 1},
     "promotion": {"model_name": "fly-policy"},
@@ -85,3 +101,35 @@ def test_two_commands_turn_the_circle_and_leave_the_next_queue(tmp_path: Path) -
     asked = {picture for pair in queue.pairs for picture in (one.png for one in pair.pictures)}
     assert len(queue.pairs) == 60
     assert not asked & set(labels.pictures)
+    check_labelled_policy(tmp_path, run)
+    check_later_turn(tmp_path, run)
+
+
+def check_labelled_policy(folder: Path, run: Path) -> None:
+    """People label pictures of the fine-tuned policy that rewards train next."""
+    recipe = load_recipe(folder / "fly.yaml")
+    # As `ebbflow label` does: sums depend on the number of threads.
+    set_up_process(recipe)
+    queue = folder / "first"
+    queue.mkdir()
+    _, labelled = queues._prepare_start(recipe, prepare_local_prompts(recipe), queue)
+    (weights,) = labelled.rglob("*.safetensors")
+    (trained,) = (run / "nodes" / "1.1-offline" / "policy").rglob("*.safetensors")
+    assert sha256_of_file(weights) == sha256_of_file(trained)
+
+
+def check_later_turn(folder: Path, run: Path) -> None:
+    """A run that starts from an earlier policy skips the stage that is for the base model."""
+    start = {"path": str(run / "nodes" / "1.2-online" / "policy")}
+    later = {
+        **RECIPE,
+        "name": "later",
+        "policy": {"start": start},
+        "rewards": [{"name": "recognizer"}],
+    }
+    (folder / "later.yaml").write_text(yaml.safe_dump(later))
+    run_command(folder, "run", "later.yaml")
+    (second,) = (folder / "runs").glob("later-*")
+    trained = {path.parent.name for path in (second / "nodes").glob("*/policy")}
+    assert "1.2-online" in trained
+    assert "1.1-offline" not in trained

@@ -818,3 +818,20 @@ def test_ema_schedule_has_its_published_decay(keys, expected):
     assert {
         step: EmaScheduleConfig(**keys).decay_after_step(step) for step in expected
     } == pytest.approx(expected)
+
+
+FROM_BASE = {"kind": "offline", "only_from_base": True}
+
+
+@pytest.mark.parametrize("stages", [[FROM_BASE], [{"kind": "online"}, FROM_BASE]])
+def test_a_stage_for_the_base_model_alone_needs_another_one_after_it(stages):
+    with pytest.raises(RecipeError, match="would train nothing after it; add a stage"):
+        Recipe.model_validate({"stages": stages})
+    assert Recipe.model_validate({"stages": [FROM_BASE, {"kind": "online"}]})
+
+
+def test_a_stage_of_a_branch_is_not_for_the_base_model_alone():
+    merge = {"kind": "online", "algorithm": {"name": "distillation", "teacher": "branch:a"}}
+    stages = [FROM_BASE | {"branch": "a"}, merge]
+    with pytest.raises(RecipeError, match="the branch 'a', which needs all of its stages"):
+        Recipe.model_validate({"branches": {"a": {}}, "stages": stages})
