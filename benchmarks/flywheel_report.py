@@ -50,7 +50,6 @@ def format_page(results: dict[str, Any]) -> list[str]:
     return [
         *head,
         *describe_outcome(results["runs"], runs),
-        "",
         "![True score over the turns](flywheel.png)",
         "",
         *format_score_tables(runs),
@@ -93,6 +92,10 @@ def describe_outcome(
     gaps = [
         run["arms"]["first_model"][-1]["true"] - run["arms"]["flywheel"][-1]["true"] for run in runs
     ]
+    flat = [run["seed"] for run in runs if not reward_rises_at_the_end(run["arms"]["flywheel"])]
+    later = [
+        record["decision"]["difference"] for run in runs for record in run["reward_models"][1:]
+    ]
     replaced = [
         sum(record["decision"]["promote"] for record in run["reward_models"][1:]) for run in runs
     ]
@@ -104,10 +107,30 @@ def describe_outcome(
         f" {format_first_scores(runs)}; with the circle {format_last_scores(runs, 'flywheel')}.",
         "",
         f"A later reward model replaced the first one {sum(replaced)} times in"
-        f" {len(runs) * (len(runs[0]['reward_models']) - 1)}; the others did not agree measurably"
-        " more often with held-out answers. The reader begins as one that was trained on rendered"
+        f" {len(runs) * (len(runs[0]['reward_models']) - 1)}. Trained on two and three times as"
+        " many answers, they agree about as often as the champion with the same held-out answers"
+        f" ({format_range(later)}, {np.mean(later):+.3f} on average): their gain is too small to"
+        " see, or there is none. The reader begins as one that was trained on rendered"
         " letters. The true score of policies that train to the end on the first"
         f" reward model differs from the circle's by {format_range(gaps)}.",
+        "",
+        *describe_flat_rewards(flat),
+    ]
+
+
+def reward_rises_at_the_end(scores: Sequence[dict[str, float]]) -> bool:
+    """Whether the reward that is trained on rose in the last turn."""
+    return scores[-1]["trained"] > scores[-2]["trained"]
+
+
+def describe_flat_rewards(seeds: Sequence[int]) -> list[str]:
+    """A sentence about the seeds where the last turn did not raise its own reward."""
+    if not seeds:
+        return []
+    return [
+        f"In seed {', '.join(map(str, seeds))} the last turn did not raise the reward that it"
+        " trains on either.",
+        "",
     ]
 
 
@@ -152,10 +175,12 @@ def format_reward_models(results: dict[str, Any]) -> list[str]:
         "",
         "Agreement with held-out answers, of which the stand-in gets"
         f" {results['settings']['error_rate']:.0%} wrong. The intervals, and the gate's, have a"
-        " confidence of 95%.",
+        " confidence of 95%. The champion's agreement is measured on the same answers; in turn 1 it"
+        " is chance, one half.",
         "",
-        "| seed | turn | answers | agreement | interval | calibration error | promoted |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| seed | turn | answers | agreement | interval | minus the champion's | interval |"
+        " calibration error | promoted |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *(
             format_reward_model(run["seed"], turn, record)
             for run in results["runs"]
@@ -202,9 +227,14 @@ def format_reward_model(seed: int, turn: int, record: dict[str, Any]) -> str:
     """A row of the table of reward models."""
     measurement = record["measurement"]
     agreement = measurement["agreement"]
+    decision = record["decision"]
+    # The first one is compared with chance, one half.
+    difference = (
+        f"{decision['difference']:+.3f} | {decision['low']:+.3f} to {decision['high']:+.3f}"
+    )
     return (
         f"| {seed} | {turn} | {record['answers']} | {agreement['mean']:.3f} |"
-        f" {agreement['low']:.3f} to {agreement['high']:.3f} |"
+        f" {agreement['low']:.3f} to {agreement['high']:.3f} | {difference} |"
         f" {measurement['calibration_error']:.3f} |"
         f" {'yes' if record['decision']['promote'] else 'no'} |"
     )
