@@ -23,8 +23,8 @@ def train_first_policy(
     """Train the stages on captioned data with which a recipe begins from its base model
     (``only_from_base``); return the policy folder, which is ``policy`` where there is none.
 
-    The first turn trains the same stages again, to the same weights: people label pictures of the
-    policy that it then trains on their taste.
+    The first turn trains the same stages again, up to rounding to the same weights: people label
+    pictures of the policy that it then trains on their taste.
 
     Args:
         prompts: the recipe's prompt table; no picture on its evaluated prompts is trained on.

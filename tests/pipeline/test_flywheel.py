@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from ebbflow.compute import set_up_process
 from ebbflow.data.labels import read_labels
@@ -20,7 +21,6 @@ from ebbflow.recipe import load_recipe
 from ebbflow.registry.reward_models import find_champion_reward_model
 from ebbflow.reward_training import queue as queues
 from ebbflow.run_summary import read_summary
-from ebbflow.storage.disk import sha256_of_file
 from tests.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,9 @@ def check_labelled_policy(folder: Path, run: Path) -> None:
     _, labelled = queues._prepare_start(recipe, prepare_local_prompts(recipe), queue)
     (weights,) = labelled.rglob("*.safetensors")
     (trained,) = (run / "nodes" / "1.1-offline" / "policy").rglob("*.safetensors")
-    assert sha256_of_file(weights) == sha256_of_file(trained)
+    ours, theirs = load_file(weights), load_file(trained)
+    # A process of the pipeline's training group adds its gradients in another order.
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-5
 
 
 def check_later_turn(folder: Path, run: Path) -> None:
