@@ -1,20 +1,31 @@
-"""Sound as 16-bit PCM, and in WAV files.
+"""Sound as 16-bit PCM, in WAV files, and in the PNG file of its video.
 
 Decoded sound is rounded to 16 bits at once, as pictures are to 8: a score never depends on whether
-a sample was stored.
+a sample was stored. A stored sample is one PNG file, whose chunk ``soNd`` holds the WAV file: the
+PNG specification leaves such names to private chunks that every reader skips.
 """
 
 from __future__ import annotations
 
 import io
 import wave
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from PIL.PngImagePlugin import putchunk
+
+from ebbflow.data.images import iterate_png_chunks
 
 PCM_SCALE = 32767
 """The 16-bit number of a full amplitude of 1."""
 SAMPLE_BYTES = 2
+SOUND_CHUNK = b"soNd"
+CHUNK_HEADER = 8
+"""Bytes of a chunk's length and name."""
+CHUNK_CHECKSUM = 4
+END_CHUNK = 12
+"""Bytes of the last chunk of a PNG file, which is empty."""
 
 
 class SoundError(ValueError):
@@ -110,3 +121,31 @@ def _decode_wav(file: bytes) -> Sounds:
             return Sounds(rows, reader.getframerate())
     except (wave.Error, EOFError) as error:
         raise SoundError(f"is no WAV file that can be read ({error}); generate it again") from None
+
+
+def attach_sounds(pngs: Sequence[bytes], sounds: Sounds | None) -> list[bytes]:
+    """Put each sound into the PNG file of its video; None changes nothing."""
+    if sounds is None:
+        return list(pngs)
+    return [_attach_sound(png, wav) for png, wav in zip(pngs, encode_wavs(sounds), strict=True)]
+
+
+def _attach_sound(png: bytes, wav: bytes) -> bytes:
+    buffer = io.BytesIO()
+    # Before the last chunk, where no reader of animations looks for a frame.
+    buffer.write(png[:-END_CHUNK])
+    putchunk(buffer, SOUND_CHUNK, wav)
+    buffer.write(png[-END_CHUNK:])
+    return buffer.getvalue()
+
+
+def read_sound(png: bytes) -> bytes | None:
+    """Return the WAV file in a PNG file of ``attach_sounds``; None where there is none.
+
+    Raises:
+        ImageError: the file does not begin as PNG files do.
+    """
+    for name, chunk in iterate_png_chunks(png):
+        if name == SOUND_CHUNK:
+            return chunk[CHUNK_HEADER:-CHUNK_CHECKSUM]
+    return None

@@ -16,6 +16,7 @@ from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import build_evaluation_schema, name_statistic_column
+from ebbflow.data.sounds import attach_sounds
 from ebbflow.evaluation.distribution import average_per_prompt
 from ebbflow.evaluation.gate_inputs import list_evaluated_prompts, list_repeats
 from ebbflow.evaluation.held_out import summarize_held_out
@@ -29,6 +30,7 @@ from ebbflow.flow.noise import SampleKeys, generate_noise
 from ebbflow.models import Model, load_model, predict
 from ebbflow.models.base import Conditioning
 from ebbflow.models.encoding import Encode, build_prompt_lookup
+from ebbflow.models.sound import decode_sounds
 from ebbflow.progress import show_progress
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
@@ -319,6 +321,7 @@ def _generate_and_score(
                     model, encode(batch), keys, sampler, micro_batch=len(batch)
                 ).latents
                 images = model.decode_latents(latents)
+                sounds = decode_sounds(model, latents)
         finite = find_finite_rows(latents)
         with clock.measure_phase("scoring"):
             # A copy, as a reward may write into its images.
@@ -330,7 +333,7 @@ def _generate_and_score(
             name: np.where(finite, values, np.nan)
             for name, values in compute_image_statistics(images).items()
         }
-        pngs = encode_pngs(images)
+        pngs = attach_sounds(encode_pngs(images), sounds)
         parts.append(
             _Samples(
                 batch,

@@ -15,10 +15,12 @@ from tqdm import tqdm
 
 from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
+from ebbflow.data.sounds import attach_sounds
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, ModelError, load_model
 from ebbflow.models.base import device_of
 from ebbflow.models.encoding import Embeddings, embed_prompts
+from ebbflow.models.sound import decode_sounds
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import find_finite_rows, generate_samples
 from ebbflow.training.policy import Policy
@@ -47,7 +49,7 @@ class GeneratedImage(NamedTuple):
         draws without guidance"), or GeneratedImage(error=NOT_FINITE).
 
     Attributes:
-        image: PNG bytes, animated for a video.
+        image: PNG bytes, animated for a video, with its sound (``ebbflow.data.sounds``).
         error: why there is no image.
         warning: what to know of the image.
     """
@@ -161,7 +163,9 @@ def _generate_pass(
     keys = SampleKeys(0, [0 for _ in seeds], seeds)
     conditioning = encoded(prompts).to(device_of(model))
     rollouts = generate_samples(model, conditioning, keys, sampler, micro_batch=len(seeds))
-    images = encode_pngs(model.decode_latents(rollouts.latents))
+    images = attach_sounds(
+        encode_pngs(model.decode_latents(rollouts.latents)), decode_sounds(model, rollouts.latents)
+    )
     unguided = conditioning.negative is None
     for prompt, image, finite in zip(
         prompts, images, find_finite_rows(rollouts.latents), strict=True

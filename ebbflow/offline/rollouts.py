@@ -16,10 +16,12 @@ from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt, read_prompt_ids, read_prompt_sources, read_prompts
 from ebbflow.data.sampling import sample_mixed_prompts, sample_prompts
 from ebbflow.data.schema import build_rollout_schema
+from ebbflow.data.sounds import Sounds, attach_sounds
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model
 from ebbflow.models.base import Conditioning, device_of, generate_in_size
 from ebbflow.models.encoding import build_prompt_lookup
+from ebbflow.models.sound import decode_sounds
 from ebbflow.offline.shards import (
     build_layout_metadata,
     build_rollout_batch,
@@ -46,11 +48,13 @@ class GeneratedGroups(NamedTuple):
     Attributes:
         latents: final ones, [N, ...], on the CPU.
         pictures: as ``Model.decode_latents`` gives them.
+        sounds: of the pictures; None where the family has none.
     """
 
     keys: SampleKeys
     latents: Tensor
     pictures: np.ndarray
+    sounds: Sounds | None
 
 
 def generate_shard(
@@ -160,7 +164,7 @@ def write_shard(
                         part.keys.samples,
                         version,
                         part.latents,
-                        encode_pngs(part.pictures),
+                        attach_sounds(encode_pngs(part.pictures), part.sounds),
                         precision,
                     )
                 )
@@ -253,10 +257,11 @@ def _generate_groups(
                 options["cache"] = config.rollout_cache
             with watch(f"{ctx.stage_label}: generating {len(keys)} samples"):
                 rollouts, pictures = engine.generate(conditioning, keys, config.sampler, **options)
+                sounds = decode_sounds(model, rollouts.latents)
             latents = rollouts.latents.to("cpu")
         # Outside the phase: a generator waits here while its caller is busy.
         progress.update(len(keys))
-        yield GeneratedGroups(keys, latents, pictures)
+        yield GeneratedGroups(keys, latents, pictures, sounds)
 
 
 def _build_shard_metadata(ctx: StageContext, shard: int, clock: Clock) -> dict[str, Any]:

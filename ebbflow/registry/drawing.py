@@ -1,4 +1,6 @@
-"""``ebbflow draw``: pictures of a registered version, or of a policy folder, as PNG files."""
+"""``ebbflow draw``: pictures of a registered version, or of a policy folder, as PNG files; sound as
+WAV files beside them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 from ebbflow.data.images import ImageError, load_condition_image
 from ebbflow.data.prompts import Prompt
+from ebbflow.data.sounds import read_sound
 from ebbflow.evaluation.serve import iterate_images
 from ebbflow.models import ModelError
 from ebbflow.models.hub import HubError
@@ -108,6 +111,10 @@ def generate_pictures(
                 if picture
                 else None
             )
+            sound = read_sound(picture) if picture else None
+            if path and sound:
+                # Beside the picture, under its name, which no other file has.
+                path.with_suffix(".wav").write_bytes(sound)
             yield Picture(prompt.prompt, path, error or warning)
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
+from markupsafe import Markup
 
+from ebbflow.data.sounds import decode_wavs, read_sound
 from ebbflow.formatting import format_difference, format_number
 from ebbflow.plots import charts
 from ebbflow.plots.images import MAX_SHARP_WIDTH, encode_data_uri, open_rgb_image
+from ebbflow.plots.sounds import draw_waveform, encode_wav_uri
 
 MAX_PROMPTS = 16
 MAX_CHANGES = 6
@@ -30,6 +33,8 @@ class Cell(NamedTuple):
             the preview is embedded.
         exact: whether it matches the target exactly; None if that was not measured.
         scores: (name, value) of all metrics of the sample.
+        waveform: SVG of the loudness of its sound over time; empty without sound.
+        sound: URI of the sound as WAV; None where only the waveform is embedded.
     """
 
     evaluation: str
@@ -40,6 +45,8 @@ class Cell(NamedTuple):
     exact: bool | None
     reward: str
     scores: list[tuple[str, str]]
+    waveform: Markup = Markup("")
+    sound: str | None = None
 
     @property
     def sharp(self) -> bool:
@@ -180,7 +187,11 @@ def _build_cell(sample: dict[str, Any], label: str, metrics: Sequence[str], at_s
         full = preview
     elif at_size:
         full = encode_data_uri(image, False, image.width, quality=90)
+    wav = read_sound(sample["image"])
     return Cell(
+        waveform=draw_waveform(decode_wavs([wav])) if wav else Markup(""),
+        # As the pictures: sounds at their length would make the page too large to open.
+        sound=encode_wav_uri(wav) if wav and at_size else None,
         evaluation=label,
         preview=preview,
         full=full,

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ebbflow.data.sounds import SoundError, Sounds, decode_wavs, encode_pcm, encode_wavs
+from ebbflow.data.images import decode_pngs, encode_pngs, is_animated
+from ebbflow.data.sounds import (
+    SoundError,
+    Sounds,
+    attach_sounds,
+    decode_wavs,
+    encode_pcm,
+    encode_wavs,
+    read_sound,
+)
 
 RNG = np.random.default_rng(0)
 SOUNDS = Sounds(RNG.integers(-32767, 32768, (3, 500, 2)).astype(np.int16), 24000)
@@ -44,3 +53,15 @@ def test_mono_is_the_mean_of_the_channels():
 def test_files_that_are_no_equal_sounds_are_refused(files, message):
     with pytest.raises(SoundError, match=message):
         decode_wavs(files)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 12, 3), (3, 5, 8, 12, 3)], ids=["images", "videos"])
+def test_a_png_holds_the_sound_and_the_same_pixels(shape):
+    pictures = RNG.integers(0, 256, shape, dtype=np.uint8)
+    silent = encode_pngs(pictures)
+    pngs = attach_sounds(silent, SOUNDS)
+    assert np.array_equal(decode_pngs(pngs), pictures)
+    assert [is_animated(png) for png in pngs] == [len(shape) == 5] * 3
+    assert np.array_equal(decode_wavs([read_sound(png) for png in pngs]).pcm, SOUNDS.pcm)
+    assert [read_sound(png) for png in silent] == [None] * 3
+    assert attach_sounds(silent, None) == silent
