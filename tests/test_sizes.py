@@ -285,7 +285,9 @@ def clip(width, layers, text_width, text_layers):
 
 
 def published(name: str, family: str):
-    return measure_model(ModelConfig(family=family, path=name, revision="0" * 40))[0]
+    frames = 5 if family == "wan_flf2v" else 1
+    model = ModelConfig(family=family, path=name, revision="0" * 40, frames=frames)
+    return measure_model(model)[0]
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -401,6 +403,13 @@ def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
             8_326_608_160,
             7_289_934_080,
             1_260_634_115,
+        ),
+        (
+            "wan_flf2v",
+            "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+            16_395_536_704,
+            6_311_676_416,
+            126_892_531,
         ),
         ("ltx_video", "Lightricks/LTX-Video", 1_923_385_472, 4_762_310_656, 419_193_649),
         (

@@ -62,10 +62,11 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
                 is_transformer = isinstance(part, type(pipeline.transformer))
                 _draw_weights(part, gain=1.4 if is_transformer and by_attention else 1.0)
     pipeline.save_pretrained(folder)
-    # transformers 5 has a tokenizer under several names, and the published folders go by another
-    # one.
+    # transformers 5 has a tokenizer, or a processor, under several names, and the published folders
+    # go by another one.
     index = find_index(folder)
     named = re.sub(r'"(T5|Gemma)Tokenizer"', r'"\1TokenizerFast"', index.read_text())
+    named = named.replace('"CLIPImageProcessorPil"', '"CLIPImageProcessor"')
     index.write_text(named.replace('"TokenizersBackend"', '"LlamaTokenizerFast"'))
 
 

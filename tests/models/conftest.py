@@ -22,6 +22,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from diffusers.pipelines.wan import pipeline_wan_i2v
 from pipeline_cases import (
     EDITED_PIXELS,
+    FIRST_AND_LAST,
     MODULAR,
     FirstOrderDpmSolver,
     FirstOrderUniPC,
@@ -115,11 +116,10 @@ def small_pictures() -> Iterator[None]:
 
 
 def _config(name: str, path: Path, config: dict[str, Any]) -> ModelConfig:
-    return ModelConfig(
-        family=family(name),
-        path=str(path),
-        **{"height": 64, "width": 64, "guidance": guidance(name)} | config,
-    )
+    usual = {"height": 64, "width": 64, "guidance": guidance(name)}
+    if name in FIRST_AND_LAST:
+        usual["frames"] = 5
+    return ModelConfig(family=family(name), path=str(path), **usual | config)
 
 
 def _small(model: PipelineModel) -> PipelineModel:

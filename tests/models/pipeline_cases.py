@@ -30,7 +30,10 @@ TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
 Wan.
 """
 EDITING = ("flux_kontext", "flux2_edit", "qwen_image_edit_plus")
-VIDEOS = ("wan_a14b", "wan_i2v", "hunyuan_video", "ltx_video", "ltx2", "hunyuan_video_15")
+VIDEOS = (
+    *("wan_a14b", "wan_i2v", "hunyuan_video", "ltx_video", "ltx2", "hunyuan_video_15"),
+    "wan_flf2v",
+)
 NEWER = ("z_image", "flux2_klein", "sana", "flux2", "lumina2", *EDITING, *VIDEOS, "flux3")
 """Families that differ less from those of ``TINY``. Most tests run on them in ``make test-all``
 only.
@@ -43,7 +46,7 @@ NEWER_FAMILIES_IN_TEST_ALL = [
 """All families, the newer ones in ``make test-all`` only."""
 NEWEST = (
     *("sana", "flux2", "flux2_edit", "lumina2", "hunyuan_video", "ltx_video", "ltx2"),
-    *("hunyuan_video_15", "flux3"),
+    *("hunyuan_video_15", "flux3", "wan_flf2v"),
 )
 """Families of which ``make test`` only shows that they generate the image of their pipeline, and
 for three (``OUR_LORA``) that the pipeline loads our adapters.
@@ -63,6 +66,8 @@ LONG = "a bowl of ripe fruit, 4 apples and 2 oranges, " * 80
 """More tokens than any of the pipelines reads, the one for editing apart."""
 MODULAR = ("flux3",)
 """Whose pipelines are modular."""
+FIRST_AND_LAST = ("wan_flf2v",)
+"""Which draw videos between two images, and no single frame."""
 WITHOUT_CALLBACK = ("hunyuan_video_15", "flux3")
 """Whose pipelines call nothing after a step."""
 PLAIN_GUIDANCE = {
@@ -166,6 +171,8 @@ def prompts(
     The pipeline of FLUX.2 has no negative prompts but the empty one.
     """
     blurry = ["" if name == "flux2_klein" else f"blurry {index}" for index in range(len(texts))]
+    if name in FIRST_AND_LAST:
+        further = [(96, 64)]
     rows = zip(texts, negatives or blurry, strict=True)
     return [
         Prompt(
@@ -345,5 +352,8 @@ def _asked(
     if edits(kind):
         files = split_condition_images(wanted[0].image or b"")
         images = [Image.open(io.BytesIO(file)) for file in files]
-        asked["image"] = images if len(images) > 1 else images[0]
+        if kind in FIRST_AND_LAST:
+            asked["image"], asked["last_image"] = images
+        else:
+            asked["image"] = images if len(images) > 1 else images[0]
     return asked

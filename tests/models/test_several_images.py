@@ -93,6 +93,12 @@ def test_families_of_one_image_refuse_more(tiny, name):
         tiny(name).encode_prompts(prompts(name, SHORT[:1], further=FURTHER[:1]))
 
 
+def test_a_first_frame_without_a_last_one_is_refused(tiny):
+    (prompt,) = prompts("wan_flf2v", SHORT[:1])
+    with pytest.raises(ModelError, match="has 1 image.s., and wan_flf2v takes two, a first and a"):
+        tiny("wan_flf2v").encode_prompts([replace(prompt, image=picture(64, 64))])
+
+
 @pytest.mark.parametrize("name", SEVERAL)
 def test_prompts_with_different_numbers_of_images_are_refused(tiny, name):
     one, two = prompts(name, SHORT[:2], further=FURTHER[:1])

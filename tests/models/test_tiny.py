@@ -48,6 +48,7 @@ from ebbflow.storage.artifacts import ArtifactError
 
 ROOT = Path(__file__).parents[2]
 CLIP = "CLIPTokenizer"
+CLIP_PICTURES = "CLIPImageProcessor"
 T5 = "T5TokenizerFast"
 QWEN = {
     "scheduler": "FlowMatchEulerDiscreteScheduler",
@@ -108,6 +109,10 @@ PUBLISHED = {
             "image_encoder": None,
             "image_processor": None,
         },
+    ),
+    "wan_flf2v": (
+        WanImageToVideoPipeline,
+        WAN | {"image_encoder": "CLIPVisionModel", "image_processor": CLIP_PICTURES},
     ),
     "z_image": (
         ZImagePipeline,

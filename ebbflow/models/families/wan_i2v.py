@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ebbflow.models.base import Conditioning, Tokens
 from ebbflow.models.editing import EditsImages
+from ebbflow.models.families.wan import WanModel
 from ebbflow.models.families.wan_a14b import OTHERS, WanA14BModel
 from ebbflow.models.published import Part
 from ebbflow.recipe.families import Family
@@ -28,20 +29,14 @@ FAMILY = Family(
 NETWORK = Part("diffusers", "WanTransformer3DModel", {"in_channels": 36}, bytes=4)
 
 
-class WanI2VModel(EditsImages, WanA14BModel):
-    """Adapter of ``WanImageToVideoPipeline`` with two transformers; the image is scaled to the size
-    of the video.
+class AnimatesImages(EditsImages, WanModel):
+    """Adapter of ``WanImageToVideoPipeline``; images are scaled to the size of the video.
 
-    Beside its latents the network sees those of a video of the image and then nothing, and a mask
-    of the frames that are given.
+    Beside its latents the network sees those of a video of the images and grey between them, and a
+    mask of the frames that are given.
     """
 
     pipeline_class = WanImageToVideoPipeline
-    published = {
-        "Wan-AI/Wan2.2-I2V-A14B-Diffusers": OTHERS
-        | {"transformer": NETWORK, "transformer_2": NETWORK}
-    }
-    text_parts = ("text_encoder", "vae")
 
     def _compute_latent_shape(self) -> tuple[int, ...]:
         # The network's channels are those of the latents, the mask and the image together.
@@ -54,22 +49,31 @@ class WanI2VModel(EditsImages, WanA14BModel):
         )
 
     def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
-        # Every image becomes the first frame, whatever its proportions.
+        # Every image becomes a frame, whatever its proportions.
         return self.width, self.height
 
-    def _encode_edit_prompt(self, text: str, pictures: Sequence[Image.Image]) -> Conditioning:
-        (picture,) = pictures
-        pixels = self.pipeline.video_processor.preprocess(
-            picture, height=self.height, width=self.width
-        ).to(self.device)
-        # [1, 3, frames, H, W]: the image, then frames of zeros, which are grey.
-        video = nn.functional.pad(pixels[:, :, None], (0, 0, 0, 0, 0, self.config.frames - 1))
+    def _encode_frames(self, pictures: Sequence[Image.Image]) -> Tensor:
+        """Mask and latents of a video that begins with the first picture and ends with the second
+        one, if there is one, [1, 4 + 16, latent frames, h, w].
+        """
+        first, *last = (
+            self.pipeline.video_processor.preprocess(
+                picture, height=self.height, width=self.width
+            ).to(self.device)[:, :, None]
+            for picture in pictures
+        )
+        # [1, 3, frames, H, W]: between them frames of zeros, which are grey.
+        num_grey = self.config.frames - 1 - len(last)
+        grey = first.new_zeros(1, 3, num_grey, self.height, self.width)
+        video = torch.cat([first, grey, *last], 2)
         latents = self._scale_latents(self.pipeline.vae.encode(video).latent_dist.mode())
-        # [1, 4, latent frames, h, w]: of a latent frame, which of its four frames are given. The
-        # first one stands for a single frame, which the pipeline counts four times.
+        # Of a latent frame, which of its four frames are given. The first one stands for a single
+        # frame, which the pipeline counts four times.
         mask = latents.new_zeros(1, self.pipeline.vae_scale_factor_temporal, *latents.shape[2:])
         mask[:, :, 0] = 1
-        return Conditioning(self._encode_texts([text]) | {"image": torch.cat([mask, latents], 1)})
+        if last:
+            mask[:, -1, -1] = 1
+        return torch.cat([mask, latents], 1)
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         # Text to video's, which is the same and does without ftfy, where the pipeline's own fails
@@ -80,6 +84,19 @@ class WanI2VModel(EditsImages, WanA14BModel):
                 self.pipeline, texts, max_sequence_length=self.max_tokens, device=self.device
             )
         }
+
+
+class WanI2VModel(AnimatesImages, WanA14BModel):
+    """Adapter of ``WanImageToVideoPipeline`` with two transformers."""
+
+    published = {
+        "Wan-AI/Wan2.2-I2V-A14B-Diffusers": OTHERS
+        | {"transformer": NETWORK, "transformer_2": NETWORK}
+    }
+    text_parts = ("text_encoder", "vae")
+
+    def _encode_edit_prompt(self, text: str, pictures: Sequence[Image.Image]) -> Conditioning:
+        return Conditioning(self._encode_texts([text]) | {"image": self._encode_frames(pictures)})
 
     def _call_expert(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, conditioning: Conditioning
