@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -64,8 +65,7 @@ def broken_stages(
     stages = {}
     earlier_nodes: set[str] = set()
     for kind in KINDS:
-        earlier_pods = {pod.metadata.uid for pod in list_pods(ray_run, TASK)}
-        stages[kind] = _break_stage(ray_run, kind, earlier_pods, earlier_nodes, list_pods, pods)
+        stages[kind] = _break_stage(ray_run, kind, earlier_nodes, list_pods, pods)
         earlier_nodes |= {attempt.node for attempt in stages[kind].attempts}
     ray_run.abort("all was seen")
     return stages
@@ -74,7 +74,6 @@ def broken_stages(
 def _break_stage(
     execution: Execution,
     kind: str,
-    earlier_pods: set[str],
     earlier_nodes: set[str],
     list_pods: ListPods,
     pods: CoreV1Api,
@@ -83,7 +82,11 @@ def _break_stage(
     stage = BrokenStage("")
 
     def list_new_pods() -> list[V1Pod]:
-        return [pod for pod in list_pods(execution, TASK) if pod.metadata.uid not in earlier_pods]
+        return [
+            pod
+            for pod in list_pods(execution, TASK)
+            if _name_node(execution, pod) not in earlier_nodes
+        ]
 
     def read_logs() -> None:
         for pod in list_new_pods():
@@ -111,6 +114,15 @@ def _break_stage(
     pods.delete_namespaced_pod(stage.deleted, running[0].metadata.namespace)
     execution.wait_until(has_ended, f"the end of the stage that lost a {kind}", MAX_SECONDS)
     return stage
+
+
+def _name_node(execution: Execution, pod: V1Pod) -> str:
+    """Name the node of an execution that a pod belongs to: ``n6-0-dn2`` of
+    ``NAME-n6-0-dn2-0-frnh5-head-x2zff``.
+    """
+    match = re.match(rf"{execution.name}-(n\d+(?:-\d+-dn\d+)?)-\d+-", pod.metadata.name)
+    assert match, pod.metadata.name
+    return str(match[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
