@@ -173,7 +173,7 @@ def build_meta_adapter(model: ModelConfig) -> Any:
         ModelError: the family cannot generate the recipe's size.
     """
     family: Any = load_adapter(model.family)
-    names = (*family.networks, "vae", *family.sound_parts)
+    names = (*family.networks, "vae", *getattr(family, "sound_parts", ()))
     try:
         parts = _find_parts(model, names)
     except SizeError:
@@ -204,7 +204,7 @@ def _build_meta_pipeline(model: ModelConfig) -> tuple[Any, int]:
     and the model's bytes.
     """
     family: Any = load_adapter(model.family)
-    names = (*family.networks, "vae", *family.sound_parts, *family.text_parts)
+    names = (*family.networks, "vae", *getattr(family, "sound_parts", ()), *family.text_parts)
     parts = _find_parts(model, names)
     built = {name: _build_on_meta(part) for name, part in parts.items()}
     # Nothing of a repository is here yet; a folder has its bytes.
