@@ -62,7 +62,7 @@ def test_the_folder_holds_the_pipeline_and_no_links(hub, tmp_path):
     assert {path.relative_to(tmp_path / "base") for path in files} == wanted
     assert not any(path.is_symlink() for path in files)
     (first, index), (second, patterns) = asked
-    assert index == ["model_index.json"]
+    assert index == ["model_index.json", "modular_model_index.json"]
     assert first == second == PretrainedSourceConfig(path="owner/name", revision=COMMIT)
     pipeline_files = [
         "model_index.json",
