@@ -70,8 +70,8 @@ def load_pipeline(
     read, by the name of the part.
 
     A network to train is on the device in the precision that it was published in, and any other in
-    ``config.precision``. Text encoders are in ``config.precision`` and the VAE in float32, both on
-    the CPU.
+    ``config.precision``. Text encoders are in ``config.precision``, the VAE and what decodes sound
+    in float32, all on the CPU.
 
     Args:
         adapter: the family's class, an ``ebbflow.models.pipeline.PipelineModel``, which imports
@@ -88,7 +88,8 @@ def load_pipeline(
         published_dtypes = {part: _read_published_dtype(files) for part, files in weights.items()}
         # Training keeps its weights in float32: a cast to 16 bits on the way there would lose bits
         # that were published. A frozen part needs no more than the arithmetic does.
-        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32} | published_dtypes
+        decoders = dict.fromkeys(("vae", *adapter.sound_parts), torch.float32)
+        dtypes = {"default": DTYPES[config.precision]} | decoders | published_dtypes
         parts = adapter._load_own_parts(folder)
         files: dict[str, WeightFiles] = {}
         # A folder with variants alone is read by diffusers, which knows which of them to take.

@@ -50,6 +50,16 @@ def test_video_and_sound_attend_to_each_other(tiny, changed):
     assert (after[other] - before[other]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_model_in_16_bits_decodes_the_sound_of_one_in_32(tiny, open_tiny, precision):
+    exact = tiny("ltx2", frames=9)
+    latents = generate_initial_noise(exact.latent_shape, keys(prompts("ltx2", SHORT[:2])))
+    expected = exact.decode_sound(latents).astype(int)
+    pcm = open_tiny("ltx2", frames=9, precision=precision).decode_sound(latents)
+    assert expected.std() > 0
+    assert np.abs(pcm - expected).max() <= 1
+
+
 def test_a_longer_video_has_a_longer_sound(tiny):
     shapes = [tiny("ltx2", frames=frames).latent_shape.parts for frames in (1, 25, 121)]
     # 25 latents of sound a second, at 24 frames a second.
