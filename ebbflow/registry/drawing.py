@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
@@ -111,10 +111,6 @@ def generate_pictures(
                 if picture
                 else None
             )
-            sound = read_sound(picture) if picture else None
-            if path and sound:
-                # Beside the picture, under its name, which no other file has.
-                path.with_suffix(".wav").write_bytes(sound)
             yield Picture(prompt.prompt, path, error or warning)
 
 
@@ -125,18 +121,34 @@ def _name_file(prompt: str) -> str:
     return words[:MAX_NAME].rstrip("-") or "prompt"
 
 
-def _write_picture(folder: Path, name: str, content: bytes) -> Path:
-    """Write ``name.png``, or, where another file has that name, ``name-2.png`` and so on, unless
-    the picture is there already.
+def _write_picture(folder: Path, name: str, picture: bytes) -> Path:
+    """Write ``name.png``, and ``name.wav`` where the picture has sound; where another file has one
+    of the names, ``name-2`` and so on. What is there already is not written again.
     """
-    names = chain([f"{name}.png"], (f"{name}-{number}.png" for number in count(2)))
-    paths = (folder / name for name in names)
-    path = next(path for path in paths if not os.path.lexists(path) or _file_holds(path, content))
-    if not os.path.lexists(path):
-        # unlike a rename, a link replaces nothing, also if another process has just made the file
-        with atomic_write(path, publish=os.link) as partial:
-            partial.write_bytes(content)
-    return path
+    files = {".png": picture}
+    sound = read_sound(picture)
+    if sound:
+        files[".wav"] = sound
+    # Both under one name, so that a sound is found beside its picture.
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    candidates = (
+        {folder / f"{name}{suffix}": content for suffix, content in files.items()} for name in names
+    )
+    contents = next(paths for paths in candidates if _can_write(paths))
+    for path, content in contents.items():
+        if not os.path.lexists(path):
+            # unlike a rename, a link replaces nothing, also if another process has just made it
+            with atomic_write(path, publish=os.link) as partial:
+                partial.write_bytes(content)
+    return next(iter(contents))
+
+
+def _can_write(contents: Mapping[Path, bytes]) -> bool:
+    """Whether no other file has one of the paths."""
+    return all(
+        not os.path.lexists(path) or _file_holds(path, content)
+        for path, content in contents.items()
+    )
 
 
 def _file_holds(path: Path, content: bytes) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mlflow.pyfunc
+import numpy as np
 import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
@@ -30,6 +31,7 @@ from PIL import Image
 
 from ebbflow.cli import main
 from ebbflow.data.records import Comparison, GateDecision
+from ebbflow.data.sounds import Sounds, encode_wavs
 from ebbflow.evaluation import serve as evaluation
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
@@ -371,6 +373,25 @@ def test_no_file_is_overwritten(served: Served, tmp_path: Path) -> None:
         "EBBS-0-2.png",
         "EBBS-0-3.png",
         "EBBS-0.png",
+    ]
+
+
+def test_sound_is_written_beside_its_picture_and_overwrites_nothing(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = Sounds(np.arange(-50, 50, dtype=np.int16).reshape(1, 50, 2), 24000)
+    monkeypatch.setattr(evaluation, "decode_sounds", lambda *_: sound)
+    (tmp_path / "EBBS-0.wav").write_text("somebody's")
+    command = (served.policy, "EBBS", "--out", tmp_path, "--base", served.base)
+    for _ in range(2):  # the second time both files are there already
+        done = draw(*command)
+        assert done.stdout.split() == [str(tmp_path / "EBBS-0-2.png")]
+    assert (tmp_path / "EBBS-0.wav").read_text() == "somebody's"
+    assert (tmp_path / "EBBS-0-2.wav").read_bytes() == encode_wavs(sound)[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "EBBS-0-2.png",
+        "EBBS-0-2.wav",
+        "EBBS-0.wav",
     ]
 
 
