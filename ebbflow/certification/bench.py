@@ -185,7 +185,7 @@ class Bench:
             keys,
             sampler,
             plan,
-            tuple(self.policy.model.latent_shape),
+            self.policy.model.latent_shape,
         )
 
     def build_requests(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import planted_engines as engines
@@ -13,13 +14,17 @@ import torch
 from click.testing import CliRunner
 from torch.nn import functional
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.certification.adapter import EngineSetup, NotSupportedError
-from ebbflow.certification.bench import CertificateSettings
+from ebbflow.certification.bench import Bench, CertificateSettings, build_prompts
 from ebbflow.certification.certificate import CertificateError, read_certificate
 from ebbflow.certification.certify import certify_engine, open_certified_engine
 from ebbflow.certification.page import write_page
 from ebbflow.certification.weight_lines import group_layers
 from ebbflow.cli import main
+from ebbflow.flow.noise import generate_initial_noise
+from ebbflow.models import load_model
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.registry.signing import create_key_pair
 
@@ -45,6 +50,20 @@ def certify(model):
         )
 
     return run
+
+
+def test_a_request_for_several_latents_names_the_noise_of_the_model(tmp_path):
+    build_tiny("ltx2", tmp_path / "base")
+    size = {"height": 64, "width": 64, "frames": 9, "max_tokens": 16}
+    config = ModelConfig(family="ltx2", path=str(tmp_path / "base"), **size)
+    model = load_model(tmp_path / "base", config)
+    prompts = build_prompts("ltx2")
+    bench = Bench(
+        None, QUICK, None, SimpleNamespace(model=model), prompts, model.encode_prompts(prompts)
+    )
+    request = bench.build_request([0], 2)
+    expected = generate_initial_noise(model.latent_shape, request.keys)
+    assert torch.equal(request.generate_noise(0), expected)
 
 
 def list_failed(certificate):
