@@ -341,9 +341,11 @@ def _check_gate(registered: RegisteredVersion) -> str:
         decision.model_dump(include=fields), decided_again.model_dump(include=fields)
     )
     if differing:
+        # Such as a rule of a later Ebbflow, which names the number that it asks for.
+        reasons = [reason for reason in decided_again.reasons if reason not in decision.reasons]
         raise CheckFailedError(
             f"decided again from the stored scores, {', '.join(differing[:3])} differ: promote ="
-            f" {decided_again.promote}"
+            f" {decided_again.promote}{'. ' if reasons else ''}{' '.join(reasons[:1])}"
         )
     verdict = "promote" if decided_again.promote else "do not promote"
     return f"{detail}: {verdict}, as decided again from the stored scores"

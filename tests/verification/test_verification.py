@@ -19,6 +19,7 @@ from verification_cases import Version, flip, invoke
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import GateDecision
+from ebbflow.evaluation import gate as gate_rules
 from ebbflow.recipe import Recipe
 from ebbflow.registry import model_version
 from ebbflow.registry.promotion import (
@@ -218,6 +219,20 @@ def test_a_decision_that_the_scores_do_not_give_is_found(
     version.set_tag(evidence.TAGS["gate.json"], evidence.sha256_of_file(path))
     version.set_tag(DECISION, GateDecision.model_validate(gate["decision"]).model_dump_json())
     assert "promote differ: promote = False" in version.checks()["gate"].detail
+
+
+def test_one_of_a_gate_that_asked_for_fewer_prompts_says_how_many_are_needed(
+    make_version: Callable[..., Version],
+    prompts: list[Prompt],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(gate_rules, "MIN_PROMPTS", 16)
+        version = make_version(shown=prompts[:-8])
+    assert version.failed() == {"gate"}
+    detail = version.checks()["gate"].detail
+    assert "promote = False. Refused: Too few held-out prompts" in detail
+    assert "both sides scored 16, and the tests hold for 24 and more" in detail
 
 
 def test_an_evaluation_that_the_scores_do_not_give_is_found(version: Version) -> None:
