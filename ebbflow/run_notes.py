@@ -40,9 +40,9 @@ def describe_prompts(recipe: Recipe, table: pa.Table) -> list[str]:
     else:
         num_prompts = Counter({"": training.num_rows})
     uses: Counter[str] = Counter()
-    for stage in recipe.stages:
+    for index, stage in enumerate(recipe.stages):
         for name, count in _count_prompts_of_stage(recipe, stage).items():
-            uses[name] += recipe.rounds * count
+            uses[name] += recipe.count_rounds(index) * count
     lines = []
     for name, count in num_prompts.items():
         label = f" of {name}" if name else ""

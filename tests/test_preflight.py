@@ -650,6 +650,18 @@ def test_how_often_a_prompt_comes_back_is_said(tmp_path: Path) -> None:
     assert notes[1] == "28 prompts to train on, each sampled about 4 times in the run"
 
 
+def test_prompts_of_a_stage_from_the_base_model_come_back_in_the_first_round_alone(
+    tmp_path: Path,
+) -> None:
+    online = {"kind": "online", "steps": 7, "prompts_per_step": 8}
+    recipe = on_plain_prompts(
+        tmp_path, rounds=4, stages=[online | {"only_from_base": True}, online]
+    )
+    # 28 prompts; 1 round of the one stage and 4 of the other take 56 each: 280.
+    notes = check_recipe(recipe, SERVER, on_cluster=False)
+    assert notes[1] == "28 prompts to train on, each sampled about 10 times in the run"
+
+
 @pytest.mark.parametrize(
     ("stage", "says"),
     [

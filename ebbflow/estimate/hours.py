@@ -141,7 +141,7 @@ def estimate_hours(estimate: Estimate, tflops: float) -> dict[str, Hours]:
     hours = {
         ctx.stage_label: _stage_hours(
             estimate, ctx, estimate.work[ctx.stage_label], forward
-        ).multiplied_by(recipe.rounds)
+        ).multiplied_by(recipe.count_rounds(ctx.stage))
         for ctx in contexts
         if not isinstance(ctx.config, CustomStageConfig)
     }

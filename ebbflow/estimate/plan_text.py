@@ -105,6 +105,7 @@ def describe_plan(
     together = [plan_colocated(work, times, mode, gpus) for mode in COLOCATED_MODES]
     compared = [*together, *plans[gpus].values()]
     best = min(plans[gpus].values(), key=lambda plan: plan.schedule.step)
+    rounds = estimate.recipe.count_rounds(work.ctx.stage)
     lines = [
         (
             f"{work.ctx.stage_label} {work.ctx.config.algorithm_name}: {work.samples:,} samples a"
@@ -117,7 +118,7 @@ def describe_plan(
             f" steps {times.between:.3g}"
         ),
         "",
-        *_describe_comparison(work, compared, gpus, estimate.recipe.rounds, price),
+        *_describe_comparison(work, compared, gpus, rounds, price),
         "",
         *_describe_fastest(estimate, work, compared, gpus, gpu),
         *_describe_reward_workers(work, times, best),

@@ -4,7 +4,7 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -164,7 +164,8 @@ def estimate_from_sizes(
     work = {ctx.stage_label: estimate_work(ctx, sizes, sample, trained) for ctx in contexts}
     # The base model, the champion, and the policy after every stage; a branch also evaluates the
     # policy that it starts from.
-    evaluations = 2 + recipe.rounds * (len(recipe.stages) + len(recipe.branches))
+    num_trained = sum(map(recipe.count_rounds, range(len(recipe.stages))))
+    evaluations = 2 + num_trained + recipe.rounds * len(recipe.branches)
     return Estimate(
         recipe=recipe,
         sizes=sizes,
@@ -176,7 +177,7 @@ def estimate_from_sizes(
         work=work,
         evaluations=evaluations,
         evaluation=_count_evaluation_passes(recipe, sample),
-        stored=_count_stored_bytes(recipe, sizes, work, evaluations, evaluated),
+        stored=_count_stored_bytes(recipe, contexts, sizes, work, evaluations, evaluated),
         main_memory=BYTES[recipe.model.precision] * sizes.text_encoders + 4 * sizes.vae,
         prompt=process_memory.prompt_bytes,
         embeddings=process_memory.prompt_bytes * max(map(_count_prompts, contexts), default=0),
@@ -205,16 +206,23 @@ def _count_evaluation_passes(recipe: Recipe, sample: SampleSize) -> int:
 
 def _count_stored_bytes(
     recipe: Recipe,
+    contexts: Sequence[StageContext],
     sizes: ModelSizes,
     work: Mapping[str, Work],
     evaluations: int,
     evaluated: SampleSize,
 ) -> dict[str, int]:
     images = evaluations * recipe.num_evaluated
+    shards = 0
+    policies = 0
+    for ctx in contexts:
+        rounds = recipe.count_rounds(ctx.stage)
+        shards += rounds * work[ctx.stage_label].shards
+        policies += rounds * work[ctx.stage_label].policy
     return {
         "base model": sizes.stored,
-        "rollout shards": recipe.rounds * sum(stage.shards for stage in work.values()),
-        "policies": recipe.rounds * sum(stage.policy for stage in work.values()),
+        "rollout shards": shards,
+        "policies": policies,
         "evaluations": images * PNG_BYTES_PER_PIXEL * evaluated.pixels,
     }
 

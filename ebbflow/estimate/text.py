@@ -132,6 +132,8 @@ def _describe_work(estimate: Estimate) -> list[str]:
         f"  {estimate.evaluation:,} in the evaluation after each stage, of the base model and of"
         " the champion.",
     ]
+    if recipe.rounds > 1 and any(stage.only_from_base for stage in recipe.stages):
+        lines.append("  Stages with only_from_base are trained in the first round alone.")
     # What the numbers above leave out.
     if any(stage.source_files for stage in recipe.stages):
         lines.append("  Pairs and data from files are not counted.")

@@ -392,6 +392,12 @@ class Recipe(Strict):
         label = f"{round_index + 1}.{stage_index + 1} {stage.kind}"
         return f"{label} {stage.branch}" if stage.branch else label
 
+    def count_rounds(self, stage_index: int) -> int:
+        """Return in how many rounds a stage is trained, in a run that starts from the base model
+        and does not stop early.
+        """
+        return 1 if self.stages[stage_index].only_from_base else self.rounds
+
     def branch_label(self, round_index: int, name: str) -> str:
         """Return the name of a branch in a round, counted from one: ``"2 letters"``."""
         return f"{round_index + 1} {name}"

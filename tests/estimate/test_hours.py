@@ -20,6 +20,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.estimate.hours import count_forward_operations, estimate_hours
 from ebbflow.estimate.measured import cache_folder, check_once, measure_cached
 from ebbflow.estimate.run import estimate_recipe
+from ebbflow.estimate.text import describe_estimate
 from ebbflow.models import ModelError, load_model, predict
 from ebbflow.models.sizes import measure_model
 from ebbflow.recipe.model import ModelConfig
@@ -60,6 +61,21 @@ def test_hours_follow_the_throughput_and_the_machines(tiny_recipe):
     assert found["evaluations"].gpu == pytest.approx(forward * made.evaluation * (2 + 3 * 2))
     twice, _ = of(2.0, stages=stages, rounds=3)
     assert twice["1.1 online"].gpu == pytest.approx(found["1.1 online"].gpu / 2)
+
+
+def test_a_stage_from_the_base_model_is_counted_in_the_first_round_alone(tiny_recipe):
+    first = {"kind": "offline", "shards": 2}
+    stages = [first | {"only_from_base": True}, {"kind": "online"}]
+    once = estimate_recipe(tiny_recipe("sd3", stages=stages, rounds=3))
+    always = estimate_recipe(tiny_recipe("sd3", stages=[first, *stages[1:]], rounds=3))
+    # The base model, the champion, the first stage, and the other one in three rounds.
+    assert once.evaluations == 2 + 1 + 3
+    assert 3 * once.stored["rollout shards"] == always.stored["rollout shards"] > 0
+    assert once.stored["policies"] < always.stored["policies"]
+    hours = [estimate_hours(estimate, 1.0) for estimate in (once, always)]
+    assert 3 * hours[0]["1.1 offline"].gpu == pytest.approx(hours[1]["1.1 offline"].gpu)
+    assert hours[0]["1.2 online"] == hours[1]["1.2 online"]
+    assert "only_from_base are trained in the first round" in describe_estimate(once)
 
 
 def test_an_update_that_reuses_the_rollout_s_forward_passes_takes_two_thirds(tiny_recipe):
