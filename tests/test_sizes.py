@@ -474,6 +474,18 @@ def test_an_image_that_the_network_sees_beside_its_latents_counts_with_the_promp
     assert sample.conditioning == 512 * 4096 + (4 + 16) * 21 * 60 * 104
 
 
+def test_images_that_clip_sees_count_with_the_prompt():
+    """The above, of 720 x 1280, and 257 tokens of each of two images."""
+    model = ModelConfig(
+        family="wan_flf2v",
+        path="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+        revision="0" * 40,
+        frames=81,
+    )
+    _, sample = measure_model(model)
+    assert sample.conditioning == 512 * 4096 + (4 + 16) * 21 * 90 * 160 + 2 * 257 * 1280
+
+
 def test_later_models_for_editing_have_the_parts_of_the_earlier_ones():
     plus = published("Qwen/Qwen-Image-Edit-2511", "qwen_image_edit_plus")
     assert plus == published("Qwen/Qwen-Image-Edit", "qwen_image_edit")

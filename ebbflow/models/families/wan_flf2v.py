@@ -5,6 +5,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.families.wan_a14b import OTHERS
 from ebbflow.models.families.wan_i2v import AnimatesImages
 from ebbflow.models.published import Part
@@ -74,6 +75,13 @@ class WanFLF2VModel(AnimatesImages):
                 " 81"
             )
         return super()._compute_latent_shape()
+
+    def count_tokens(self) -> Tokens:
+        tokens = super().count_tokens()
+        # Both images as CLIP sees them.
+        config = self.transformer.config
+        seen = config.pos_embed_seq_len * config.image_dim
+        return replace(tokens, condition_channels=tokens.condition_channels + seen)
 
     def _open_pictures(self, prompt: Prompt) -> list[Image.Image]:
         pictures = super()._open_pictures(prompt)
