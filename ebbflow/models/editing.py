@@ -79,8 +79,8 @@ class EditsImages(PipelineModel):
         if len(files) > 1 and not self.takes_several_images:
             raise ModelError(
                 f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has {len(files)} images, and"
-                f" {self.config.family} takes one; give one, or take qwen_image_edit_plus or"
-                " flux2_edit"
+                f" {self.config.family} takes one; give one, or take a family for several"
+                " (docs/models.md)"
             )
         return [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
 
