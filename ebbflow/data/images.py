@@ -150,8 +150,16 @@ def load_condition_image(value: str | bytes | Sequence[str | bytes], folder: Pat
     values = [value] if isinstance(value, str | bytes) else value
     if not values:
         raise ImageError("is an empty list; name an image, or leave it out")
-    images = [read_image(item, folder, ("PNG", "JPEG", "WEBP"), upright=True) for item in values]
-    return b"".join(encode_pngs(image[None], CONDITION_COMPRESSION)[0] for image in images)
+    pngs = []
+    for position, item in enumerate(values, 1):
+        try:
+            image = read_image(item, folder, ("PNG", "JPEG", "WEBP"), upright=True)
+        except ImageError as error:
+            if len(values) == 1:
+                raise
+            raise ImageError(f"at position {position} {error}") from None
+        pngs += encode_pngs(image[None], CONDITION_COMPRESSION)
+    return b"".join(pngs)
 
 
 def split_condition_images(pictures: bytes) -> list[bytes]:

@@ -88,9 +88,7 @@ def generate_pictures(
         DiskFullError: no space was left.
     """
     # before the model, which takes long to load: a wrong path fails at once
-    edited = None
-    if images:
-        edited = load_condition_image([image.read_bytes() for image in images], Path())
+    edited = _load_images(images) if images else None
     rows = [
         (Prompt(0, prompt, "", None, "", "", "{}", edited), seed)
         for prompt in prompts
@@ -112,6 +110,13 @@ def generate_pictures(
                 else None
             )
             yield Picture(prompt.prompt, path, error or warning)
+
+
+def _load_images(paths: Sequence[Path]) -> bytes:
+    try:
+        return load_condition_image([path.read_bytes() for path in paths], Path())
+    except ImageError as error:
+        raise ImageError(f"--image {', '.join(map(str, paths))} {error}") from None
 
 
 def _name_file(prompt: str) -> str:

@@ -229,7 +229,7 @@ def test_bytes_after_the_end_of_a_png_are_no_further_image(tmp_path: Path) -> No
 
 
 def test_a_second_image_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match="can be read"):
+    with pytest.raises(ImageError, match="^at position 2 is no PNG .* can be read"):
         load_condition_image(encoded() + encoded()[:-30], tmp_path)
     with pytest.raises(ImageError, match="is an empty list; name an image"):
         load_condition_image([], tmp_path)
@@ -244,4 +244,7 @@ def test_a_prompt_file_names_several_images_in_a_list(tmp_path: Path) -> None:
     assert row.image == load_condition_image(["a.png", "b.png"], tmp_path)
     file.write_text('{"prompt": "put the cup on the table", "image": ["a.png", 3]}\n')
     with pytest.raises(PromptError, match="image = 3 in a list; write paths"):
+        read_prompt_file(file)
+    file.write_text('{"prompt": "put the cup on the table", "image": ["a.png", "no.png"]}\n')
+    with pytest.raises(PromptError, match="at position 2 "):
         read_prompt_file(file)

@@ -395,6 +395,16 @@ def test_sound_is_written_beside_its_picture_and_overwrites_nothing(
     ]
 
 
+def test_an_image_to_edit_that_cannot_be_read_is_named(served: Served, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole.png", tmp_path / "broken.png"
+    Image.new("RGB", (8, 8)).save(whole)
+    broken.write_bytes(b"text")
+    options = ("--image", whole, "--image", broken, "--base", served.base)
+    failed = draw(served.policy, "EBBS", "--out", tmp_path / "out", *options)
+    assert failed.exit_code == 1
+    assert f"--image {whole}, {broken} at position 2 is no PNG or JPEG" in failed.output
+
+
 def test_names_of_files_are_safe(served: Served, tmp_path: Path) -> None:
     prompts = ["../../AB", "/", "-A", "水 A", "A" * 3 + "/" * 300]
     done = draw(served.policy, "--out", tmp_path / "out", "--base", served.base, "--", *prompts)
