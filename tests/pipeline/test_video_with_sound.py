@@ -68,9 +68,11 @@ def test_a_video_with_sound_goes_from_training_to_a_served_version(workplace: Pa
     (samples,) = nodes.glob("before*/samples.parquet")
     before = read_table(samples)["image"].to_pylist()
     # Nine frames at 24 a second, as points in time of a tiny vocoder.
-    assert hear(before).shape[0] == len(before)
-    for rollouts in nodes.rglob("rollouts*.parquet"):
-        hear(read_table(rollouts)["image"].to_pylist())
+    assert hear(before).shape == (len(before), 132, 2)
+    shards = list(nodes.rglob("rollouts-*.parquet"))
+    assert shards
+    for shard in shards:
+        hear(read_table(shard)["image"].to_pylist())
 
     pages = [report.read_text() for report in (workplace / "runs").rglob("report.html")]
     page = max(pages, key=len)
