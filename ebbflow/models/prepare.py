@@ -63,8 +63,8 @@ def fetch_pipeline(pretrained: PretrainedSourceConfig) -> Path:
     folder = locate_pretrained(pretrained, [INDEX, MODULAR_INDEX])
     if not find_index(folder).is_file():
         raise ModelError(
-            f"{pretrained.path} at {pretrained.revision} has no {INDEX}; name a repository for"
-            " diffusers"
+            f"{pretrained.path} at {pretrained.revision} has neither {INDEX} nor"
+            f" {MODULAR_INDEX}; name a repository for diffusers"
         )
     return locate_pretrained(pretrained, _pipeline_file_patterns(folder))
 

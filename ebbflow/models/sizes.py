@@ -238,9 +238,10 @@ def _find_parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
         return published[model.path]
     folder = Path(model.path)
     if model.is_on_hub or not folder.is_dir():
+        known = f", nor one of the repositories {', '.join(published)}" if published else ""
         raise SizeError(
-            f"of model.path = {model.path!r} no sizes are known: it is no folder here, nor one of"
-            f" the repositories {', '.join(published)}; download it and name its folder"
+            f"of model.path = {model.path!r} no sizes are known: it is no folder here{known};"
+            " download it and name its folder"
         )
     check_folder(folder, model.family)
     # {"vae": ["diffusers", "AutoencoderKL"], "text_encoder_3": [null, null], ...}

@@ -160,6 +160,10 @@ def test_pairs_are_named_as_not_counted(make_recipe):
             r"'some/body' no sizes are known",
         ),
         (
+            {"family": "flux3", "path": "some/body", "revision": "0" * 40},
+            r"'some/body' no sizes are known: it is no folder here; download it",
+        ),
+        (
             {"family": "examples.mine.shifted:ShiftedGlyph", "path": "x"},
             r"your own, no sizes are known",
         ),

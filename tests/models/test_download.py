@@ -159,7 +159,8 @@ def test_a_repository_without_a_pipeline_is_refused(hub, tmp_path):
     (snapshot / "model_index.json").unlink()
     with pytest.raises(
         ModelError,
-        match="owner/name at 1{40} has no model_index.json; name a repository for diffusers",
+        match="owner/name at 1{40} has neither model_index.json nor modular_model_index.json; name"
+        " a repository for diffusers",
     ):
         prepare.download_base_folder("owner/name", COMMIT, tmp_path / "base")
     assert not (tmp_path / "base").exists()
