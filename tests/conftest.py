@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from benchmarks.tiny_models import build_tiny
 from ebbflow.data.prompts import Prompt
+from ebbflow.estimate import measured
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, load_model
 from ebbflow.models.families.glyph import build_glyph_model
@@ -83,6 +84,18 @@ def tracking_uri_is_left_as_found() -> Iterator[None]:
     yield
     after = read_tracking_uri()
     assert after == before, f"This test changed MLflow's tracking URI: {before!r}, now {after!r}."
+
+
+@pytest.fixture(autouse=True)
+def sizes_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measures and checks base models anew in each session, and leaves nothing in the user's cache.
+
+    The other caches stay the user's: recognisers and downloads take minutes.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.getbasetemp() / "sizes"
+        patch.setattr(measured, "cache_folder", lambda: folder)
+        yield
 
 
 class Darkness(Reward):
