@@ -33,10 +33,10 @@ the release notes of the CUDA Toolkit).
 """
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 """Where the kernel module says its version, also inside containers."""
-
-
-DRIVER_SIGNS = (DRIVER_FILE, Path("/dev/dxg"))
-"""One of them exists where a driver is loaded; the second under Windows' Linux."""
+DRIVER_SIGNS = (DRIVER_FILE, Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""One of them exists where a driver is loaded: a container with a ``/proc`` of its own may show the
+device alone, and Windows' Linux has the third.
+"""
 PROCESSES = "EBBFLOW_TRAIN_PROCESSES"
 """Environment variable: the training processes of a node (tasks/deployment.py)."""
 

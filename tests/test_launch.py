@@ -102,6 +102,13 @@ def test_a_local_run_trains_with_a_process_for_each_gpu(tmp_path: Path, three_gp
     assert os.environ["EBBFLOW_TRAIN_PROCESSES"] == "3"
 
 
+def test_one_sign_of_a_driver_is_enough_to_count_gpus(
+    tmp_path: Path, three_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "DRIVER_SIGNS", (tmp_path / "none", tmp_path))
+    assert compute.count_gpus() == 3
+
+
 def test_a_local_run_without_a_driver_trains_with_two_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
