@@ -16,9 +16,11 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.labeling.sources import write_queue
 from ebbflow.models import Model, load_model
 from ebbflow.models.encoding import build_prompt_lookup
+from ebbflow.models.hub import locate_pretrained
 from ebbflow.models.prepare import cache_base_folder, copy_base_folder, train_base_folder
 from ebbflow.progress import show_progress
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.registry.download import download_champion
 from ebbflow.registry.lookup import find_champion
 from ebbflow.reward_training.first_policy import train_first_policy
@@ -30,11 +32,12 @@ from ebbflow.rollouts.generate import generate_samples
 from ebbflow.seeding import derive_seed, permute_indices
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import remove_path
-from ebbflow.storage.layout import COPIED_MODELS, FIRST_STAGES, QUEUE
+from ebbflow.storage.layout import COPIED_MODELS, FIRST_STAGES, QUEUE, START
 from ebbflow.storage.locks import lock_folder
 from ebbflow.tracking.store import resolve_tracking_uri
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
+from ebbflow.training.start import write_start_policy
 
 SAMPLES = 3
 """Pictures of a prompt, of which two are compared."""
@@ -101,7 +104,8 @@ def open_queue(recipe: Recipe) -> Path:
     Raises:
         RecipeError: the recipe has no reward model, or data that is not on this machine.
         PromptError, DataError: its prompts or its data cannot be used.
-        ModelError, TrackingError, PolicyError: its base model or its start cannot be opened.
+        ModelError, TrackingError, PolicyError, HubError: its base model or its start cannot be
+            opened.
     """
     config = require_reward_model_config(recipe)
     folder = find_queue_folder(recipe)
@@ -149,8 +153,8 @@ def open_served_policy(recipe: Recipe, base: Path, folder: Path) -> tuple[Model,
 
 
 def _prepare_start(recipe: Recipe, prompts: pa.Table, folder: Path) -> tuple[Path, Path]:
-    """Return the base model, and the policy that rewards train first: the champion, or the base
-    model after the stages on data.
+    """Return the base model, and the policy that rewards train first: what ``policy.start`` names,
+    or the base model after the stages on data.
     """
     store = resolve_tracking_uri(recipe)
     # As the pipeline starts: people should label what the next training begins with.
@@ -167,6 +171,13 @@ def _prepare_start(recipe: Recipe, prompts: pa.Table, folder: Path) -> tuple[Pat
             base = cache_base_folder(recipe.model)
         else:
             copy_base_folder(Path(recipe.model.path), base, recipe.model)
+    start = recipe.policy.start
+    if isinstance(start, PretrainedSourceConfig):
+        policy = folder / START
+        if not policy.exists():
+            source = locate_pretrained(start, ["*.safetensors"])
+            write_start_policy(recipe, base, source, policy, start.path)
+        return base, policy
     policy = folder / "untrained"
     if not policy.exists():
         digest = verify_folder(base)

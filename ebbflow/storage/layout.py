@@ -10,5 +10,6 @@ QUEUE = "queue.parquet"
 TURN = "turn.txt"
 """In a queue's folder while a turn is under way: what its run is tagged with."""
 FIRST_STAGES = "stages"
-COPIED_MODELS = ("base", "untrained", "champion", FIRST_STAGES)
+START = "start"
+COPIED_MODELS = ("base", "untrained", "champion", START, FIRST_STAGES)
 """Folders of a queue that only its generation needs."""
