@@ -158,8 +158,8 @@ def choose_rank_gpu(local_rank: int) -> torch.device | None:
     if local_rank >= num_gpus:
         raise GpuError(
             f"rank {local_rank} of this machine has no GPU of its own: torch sees {num_gpus}; set"
-            f" {PROCESSES}={num_gpus}, or train_processes in the deployment, to the number of GPUs,"
-            " or CUDA_VISIBLE_DEVICES='' to train on CPUs"
+            f" {PROCESSES}={num_gpus}, or train_processes in the deployment (times train_nodes"
+            " where one machine runs all nodes), or CUDA_VISIBLE_DEVICES='' to train on CPUs"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

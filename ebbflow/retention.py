@@ -257,8 +257,9 @@ def _list_flywheel_leftovers(recipe: Recipe, output: Path, keep: int) -> Iterato
     folder = output / QUEUES / recipe.name
     # Without the queue its generation is not over.
     if (folder / QUEUE).is_file() and (folder / LOCK).is_file():
-        copies = [folder / name for name in COPIED_MODELS if (folder / name).exists()]
-        candidates.append((folder, copies, "models that made its queue"))
+        copies = folder / COPIED_MODELS
+        if copies.exists():
+            candidates.append((folder, [copies], "models that made its queue"))
     for home, paths, what in candidates:
         if paths:
             yield Deletion(

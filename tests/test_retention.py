@@ -257,15 +257,15 @@ def test_what_killed_turns_left_goes_but_the_newest_trainings_and_the_queue(
     _write_folder(other / "checkpoint", b"c")
     (other / ".lock").touch()
     queue = nights.output / "queues" / "mine"
-    _write_folder(queue / "base", b"b" * BASE_BYTES)
+    _write_folder(queue / "models" / "digest" / "base", b"b" * BASE_BYTES)
     (queue / ".lock").touch()
     clean(recipe, nights.uri)
     # The queue is not there yet: its generation, which needs the base model, may resume.
-    assert (queue / "base").is_dir()
+    assert (queue / "models").is_dir()
     (queue / "queue.parquet").write_bytes(b"q")
     with lock_folder(queue):
         clean(recipe, nights.uri)
-        assert (queue / "base").is_dir()
+        assert (queue / "models").is_dir()
     clean(recipe, nights.uri)
     assert sorted(path.name for path in queue.iterdir()) == [".lock", "queue.parquet"]
     kept = [path.parent.name for path in sorted(trainings.glob("*/checkpoint"))]

@@ -32,7 +32,7 @@ from ebbflow.rollouts.generate import generate_samples
 from ebbflow.seeding import derive_seed, permute_indices
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import remove_path
-from ebbflow.storage.layout import COPIED_MODELS, FIRST_STAGES, QUEUE, START
+from ebbflow.storage.layout import COPIED_MODELS, QUEUE
 from ebbflow.storage.locks import lock_folder
 from ebbflow.tracking.store import resolve_tracking_uri
 from ebbflow.training.policy import Policy
@@ -119,13 +119,14 @@ def open_queue(recipe: Recipe) -> Path:
     table = prepare_local_prompts(recipe)
     prompts = [Prompt(**row) for row in table.to_pylist() if row["split"] == "train"]
     with lock_folder(folder):
-        base, policy_folder = _prepare_start(recipe, table, folder)
+        models = folder / COPIED_MODELS / recipe.digest
+        models.mkdir(parents=True, exist_ok=True)
+        base, policy_folder = _prepare_start(recipe, table, models)
         model, policy = open_served_policy(recipe, base, policy_folder)
         chosen = choose_prompts(prompts, [], config.queue, recipe.seed)
         generate_queue(recipe, model, policy, chosen, None, config.queue, recipe.seed, queue)
-        # Copies of models, which only a killed attempt would use again.
-        for name in COPIED_MODELS:
-            remove_path(folder / name)
+        # Only a killed attempt would use them again.
+        remove_path(folder / COPIED_MODELS)
     return queue
 
 
@@ -173,7 +174,7 @@ def _prepare_start(recipe: Recipe, prompts: pa.Table, folder: Path) -> tuple[Pat
             copy_base_folder(Path(recipe.model.path), base, recipe.model)
     start = recipe.policy.start
     if isinstance(start, PretrainedSourceConfig):
-        policy = folder / START
+        policy = folder / "start"
         if not policy.exists():
             source = locate_pretrained(start, ["*.safetensors"])
             write_start_policy(recipe, base, source, policy, start.path)
@@ -184,7 +185,7 @@ def _prepare_start(recipe: Recipe, prompts: pa.Table, folder: Path) -> tuple[Pat
         write_base_policy(
             policy, digest, recipe.digest, recipe.policy, recipe.model, recipe.evaluation
         )
-    stages = folder / FIRST_STAGES
+    stages = folder / "stages"
     stages.mkdir(exist_ok=True)
     write_prompts(prompts, stages / "prompts.parquet")
     return base, train_first_policy(recipe, base, policy, stages / "prompts.parquet", stages)

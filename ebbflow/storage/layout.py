@@ -9,7 +9,7 @@ QUEUES = "queues"
 QUEUE = "queue.parquet"
 TURN = "turn.txt"
 """In a queue's folder while a turn is under way: what its run is tagged with."""
-FIRST_STAGES = "stages"
-START = "start"
-COPIED_MODELS = ("base", "untrained", "champion", START, FIRST_STAGES)
-"""Folders of a queue that only its generation needs."""
+COPIED_MODELS = "models"
+"""``queues/RECIPE/models/DIGEST``: what only the generation of a queue needs, by the digest of the
+recipe, which may change before a killed generation is started again.
+"""

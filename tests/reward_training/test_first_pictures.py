@@ -53,3 +53,34 @@ def test_pictures_of_an_earlier_policy_are_labelled_where_the_run_starts_from_on
     base, labelled = queues._prepare_start(recipe, prepare_local_prompts(recipe), folder)
     _, served = queues.open_served_policy(recipe, base, labelled)
     assert same(values(served), values(policy))
+
+
+def test_what_a_killed_generation_left_is_not_used_after_the_recipe_changed(
+    base_folder, tmp_path, monkeypatch
+):
+    prepared = []
+    monkeypatch.setattr(
+        queues, "_prepare_start", lambda recipe, table, folder: killed(prepared, folder)
+    )
+    recipe = Recipe.model_validate(
+        {
+            "output": str(tmp_path),
+            "model": {"path": str(base_folder)},
+            "reward_model": {
+                "name": "taste",
+                "labels": ["labels"],
+                "network": {"name": "glyph_reader"},
+            },
+        }
+    )
+    for changed in (recipe, recipe, recipe.model_copy(update={"seed": 1})):
+        with pytest.raises(InterruptedError):
+            queues.open_queue(changed)
+    assert prepared[0] == prepared[1] != prepared[2]
+    assert all(folder.is_dir() for folder in prepared)
+
+
+def killed(prepared, folder):
+    """A generation that is killed after it has copied its models."""
+    prepared.append(folder)
+    raise InterruptedError
