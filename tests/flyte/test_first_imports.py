@@ -44,7 +44,8 @@ def recipe(make_recipe: MakeRecipe) -> Recipe:
 def deleted_start(
     flyte: Flyte, version: str, recipe: Recipe, list_pods: ListPods, pods: CoreV1Api
 ) -> DeletedStart:
-    execution = flyte.start(WORKFLOW, version, recipe, "start")
+    # Its base model may be in the cache of this Flyte from an earlier run of the tests.
+    execution = flyte.start(WORKFLOW, version, recipe, "start", overwrite_cache=True)
     execution.wait_until(lambda: list_pods(execution, TASK), f"a pod of {TASK}", MAX_SECONDS)
     (pod,) = list_pods(execution, TASK)
     _wait_for_container(pods, pod)

@@ -39,8 +39,10 @@ SAVED = "checkpoint of step 2 saved"
 class BrokenStage:
     """A Ray stage one of whose pods was deleted."""
 
+    node: str
+    """The node of the execution that trains it."""
     deleted: str
-    """The name of that pod."""
+    """The name of the deleted pod."""
     attempts: list[Attempt] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
     """What each pod that submits a job of the stage has printed, by its unique id."""
@@ -62,11 +64,10 @@ def broken_stages(
     ray_run: Execution, list_pods: ListPods, pods: CoreV1Api
 ) -> dict[str, BrokenStage]:
     """The stages, by the kind of the pod that was deleted."""
-    stages = {}
-    earlier_nodes: set[str] = set()
+    stages: dict[str, BrokenStage] = {}
     for kind in KINDS:
+        earlier_nodes = {stage.node for stage in stages.values()}
         stages[kind] = _break_stage(ray_run, kind, earlier_nodes, list_pods, pods)
-        earlier_nodes |= {attempt.node for attempt in stages[kind].attempts}
     ray_run.abort("all was seen")
     return stages
 
@@ -79,41 +80,42 @@ def _break_stage(
     pods: CoreV1Api,
 ) -> BrokenStage:
     """Delete a pod of the next Ray stage in its middle, and follow the stage to its end."""
-    stage = BrokenStage("")
+    seen: list[V1Pod] = []
 
-    def list_new_pods() -> list[V1Pod]:
-        return [
+    def has_saved() -> bool:
+        seen[:] = [
             pod
             for pod in list_pods(execution, TASK)
             if _name_node(execution, pod) not in earlier_nodes
         ]
-
-    def read_logs() -> None:
-        for pod in list_new_pods():
-            log = "" if NODE_TYPE in pod.metadata.labels else read_log(pods, pod)
-            if log:
-                stage.logs[pod.metadata.uid] = log
-
-    def has_saved() -> bool:
-        read_logs()
-        return any(SAVED in log for log in stage.logs.values())
-
-    def has_ended() -> bool:
-        read_logs()
-        attempts = execution.attempts_of(TASK)
-        stage.attempts = [attempt for attempt in attempts if attempt.node not in earlier_nodes]
-        return any(attempt.phase == "SUCCEEDED" for attempt in stage.attempts)
+        return any(SAVED in log for log in _read_job_logs(pods, seen).values())
 
     execution.wait_until(has_saved, f"a checkpoint, to delete a {kind}", MAX_SECONDS)
-    running = [
-        pod
-        for pod in list_new_pods()
-        if pod.metadata.labels.get(NODE_TYPE) == kind and pod.status.phase == "Running"
-    ]
-    stage.deleted = running[0].metadata.name
-    pods.delete_namespaced_pod(stage.deleted, running[0].metadata.namespace)
+    deleted = next(pod.metadata for pod in seen if pod.metadata.labels.get(NODE_TYPE) == kind)
+    pods.delete_namespaced_pod(deleted.name, deleted.namespace)
+    stage = BrokenStage(_name_node(execution, seen[0]), deleted.name)
+
+    def has_ended() -> bool:
+        # The next stage may begin before the end of this one is seen.
+        of_stage = [
+            pod for pod in list_pods(execution, TASK) if _name_node(execution, pod) == stage.node
+        ]
+        stage.logs |= _read_job_logs(pods, of_stage)
+        stage.attempts = [
+            attempt for attempt in execution.attempts_of(TASK) if attempt.node == stage.node
+        ]
+        return any(attempt.phase == "SUCCEEDED" for attempt in stage.attempts)
+
     execution.wait_until(has_ended, f"the end of the stage that lost a {kind}", MAX_SECONDS)
     return stage
+
+
+def _read_job_logs(api: CoreV1Api, pods: list[V1Pod]) -> dict[str, str]:
+    """Read what the pods that submit jobs have printed, by their unique ids."""
+    logs = {
+        pod.metadata.uid: read_log(api, pod) for pod in pods if NODE_TYPE not in pod.metadata.labels
+    }
+    return {uid: log for uid, log in logs.items() if log}
 
 
 def _name_node(execution: Execution, pod: V1Pod) -> str:
