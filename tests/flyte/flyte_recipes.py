@@ -46,7 +46,7 @@ def build_promotable_changes(*stages: dict[str, Any], **changes: Any) -> dict[st
         "rewards": [{"name": "jpeg_incompressibility"}],
         "guardrails": [],
         "promotion": {"margins": dict.fromkeys(MarginsConfig.model_fields)},
-        "stages": [small_stage(QUICK | stage) for stage in stages],
+        "stages": [small_stage(stage | QUICK) for stage in stages],
     } | changes
 
 
