@@ -332,8 +332,8 @@ def _read_condition_image(record: Record, location: str, folder: Path) -> bytes 
         wrong = [item for item in value if not isinstance(item, str | bytes) or not item]
         if wrong:
             raise PromptError(
-                f"{location}: image = {shorten_value(wrong[0])} in a list; write paths, or in"
-                " Parquet bytes"
+                f"{location}: image = {shorten_value(value)} has {shorten_value(wrong[0])}, which"
+                " is no image; write paths, or in Parquet bytes"
             )
     elif not isinstance(value, bytes):
         value = _read_text(record, "image", location)

@@ -243,7 +243,7 @@ def test_a_prompt_file_names_several_images_in_a_list(tmp_path: Path) -> None:
     (row,) = read_prompt_file(file)[0]
     assert row.image == load_condition_image(["a.png", "b.png"], tmp_path)
     file.write_text('{"prompt": "put the cup on the table", "image": ["a.png", 3]}\n')
-    with pytest.raises(PromptError, match="image = 3 in a list; write paths"):
+    with pytest.raises(PromptError, match="has 3, which is no image; write paths"):
         read_prompt_file(file)
     file.write_text('{"prompt": "put the cup on the table", "image": ["a.png", "no.png"]}\n')
     with pytest.raises(PromptError, match="at position 2 "):

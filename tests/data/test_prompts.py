@@ -556,7 +556,8 @@ def test_images_get_into_the_prompt_table_and_out(pictures):
         ("a\u0000b", "is no valid path"),
         ("\ud800", "surrogate"),
         (7, "is not text"),
-        (["in/0.png"], "is not text"),
+        (["in/0.png", 7], "has 7, which is no image; write paths"),
+        ([], "is an empty list"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_named_with_its_line(pictures, image, says):

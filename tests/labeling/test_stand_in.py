@@ -116,7 +116,7 @@ def test_a_queue_that_cannot_be_generated_is_an_error_without_a_traceback(tmp_pa
         "prompts": {"source": "prompts.txt", "validation": 1, "held_out": 2},
         "reward_model": {"labels": ["labels"]},
     }
-    (tmp_path / "prompts.txt").write_text("".join(f"prompt {row}\n" for row in range(10)))
+    (tmp_path / "prompts.txt").write_text("".join(f"prompt {row}\n" for row in range(100)))
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     result = CliRunner().invoke(main, ["label", "labels/1", "r.yaml"])
     assert isinstance(result.exception, SystemExit)
