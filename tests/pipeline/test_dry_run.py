@@ -92,12 +92,20 @@ ONE_H100 = DeploymentConfig(
 WAN = RECIPES[0].with_name("wan22_5b.yaml")
 
 
+def load_wan_in_process() -> Recipe:
+    """All 5 billion parameters in one process."""
+    recipe = load_recipe(WAN)
+    (stage,) = recipe.stages
+    in_process = stage.model_copy(update={"placement": "in_process"})
+    return recipe.model_copy(update={"stages": [in_process]})
+
+
 def test_a_run_that_does_not_fit_is_refused_with_what_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan, "DEPLOYMENT", ONE_H100)
     with pytest.raises(DeploymentError) as error:
-        dry_run(recipe=load_recipe(WAN))
+        dry_run(recipe=load_wan_in_process())
     text = str(error.value)
     needs = (
         r"1\.1 online training needs 1\d\d\.\d GiB, and accelerated gives it 71\.1 GiB of"
@@ -112,6 +120,18 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(
         r" accelerated\.accelerator to nvidia-h200",
         text,
     )
+
+
+def test_a_colocated_stage_that_does_not_fit_is_refused_by_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "DEPLOYMENT", ONE_H100)
+    with pytest.raises(
+        DeploymentError,
+        match=r"1\.1 online training needs 9\d\.\d GiB, and training_group gives it 4\.0 GiB of"
+        r" main memory: raise training_group\.mem",
+    ):
+        dry_run(recipe=load_recipe(WAN))
 
 
 def test_what_is_proposed_fits() -> None:
@@ -215,7 +235,7 @@ def test_actors_share_the_main_memory_of_a_pod_by_their_gpus() -> None:
 
 
 def test_a_gpu_of_unknown_kind_is_not_judged_and_one_of_a_given_size_is() -> None:
-    made = estimate_recipe(load_recipe(WAN))
+    made = estimate_recipe(load_wan_in_process())
 
     def verdict(**keys: object) -> str:
         lines, _ = compare_needs(
