@@ -111,18 +111,23 @@ def check_recipe(
         with problems.collect("rewards"):
             trials = _try_rewards(recipe, prompts)
     problems.raise_all()
+    notes += _describe_unscored_noise(trials)
+    _warn_of_unread_prompts(recipe, trials)
+    if not on_cluster:
+        notes += describe_gpus(recipe)
+    return notes
+
+
+def _describe_unscored_noise(trials: dict[str, RewardTrial]) -> list[str]:
+    """Say which rewards scored none of the tried images."""
     # No error: the images are noise, in which a reward may find nothing to score.
-    notes += [
+    return [
         f"the reward {column} gave no score to any of {len(trial.reasons)} images of noise"
         f" ({trial.reasons[0]}); if it gives none to the model's images either, the run stops, or"
         " the gate refuses"
         for column, trial in trials.items()
         if trial.reasons
     ]
-    _warn_of_unread_prompts(recipe, trials)
-    if not on_cluster:
-        notes += describe_gpus(recipe)
-    return notes
 
 
 def _check_code_and_model(

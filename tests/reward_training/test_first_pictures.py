@@ -60,7 +60,7 @@ def test_what_a_killed_generation_left_is_not_used_after_the_recipe_changed(
 ):
     prepared = []
     monkeypatch.setattr(
-        queues, "_prepare_start", lambda recipe, table, folder: killed(prepared, folder)
+        queues, "_prepare_start", lambda recipe, table, folder: stop_generation(prepared, folder)
     )
     recipe = Recipe.model_validate(
         {
@@ -80,7 +80,7 @@ def test_what_a_killed_generation_left_is_not_used_after_the_recipe_changed(
     assert all(folder.is_dir() for folder in prepared)
 
 
-def killed(prepared, folder):
-    """A generation that is killed after it has copied its models."""
+def stop_generation(prepared, folder):
+    """Note the folder of a generation's models, and stop it as a kill would."""
     prepared.append(folder)
     raise InterruptedError
