@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ebbflow.recipe import Recipe
-from tasks.deployment import DeploymentConfig, PodConfig
+from tasks.deployment import DeploymentConfig
+from tasks.pod_configs import PodConfig
 
 if TYPE_CHECKING:  # its room imports matplotlib
     from ebbflow.report.costs import Machines, Prices

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tasks.deployment import GPU_GIB, DeploymentConfig, PodConfig, RayWorkersConfig
+from tasks.deployment import DeploymentConfig
+from tasks.pod_configs import GPU_GIB, PodConfig, RayWorkersConfig
 
 if TYPE_CHECKING:
     from ebbflow.estimate.run import Estimate

@@ -5,7 +5,8 @@ from __future__ import annotations
 from flytekit import task
 
 from ebbflow.recipe import Recipe
-from tasks.deployment import DeploymentConfig, DeploymentError, PodConfig, format_cores
+from tasks.deployment import DeploymentConfig, DeploymentError
+from tasks.pod_configs import PodConfig, format_cores
 from tasks.resources import DEPLOYMENT, light_resources
 
 # Kinds of pods, the keys of a deployment, and what runs in them.

@@ -17,17 +17,10 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from ebbflow.compute import GPUS
 from ebbflow.storage.sources import COMMIT, SUBMITTED
-from tasks.deployment import (
-    NodesConfig,
-    PodConfig,
-    RayWorkersConfig,
-    SecretConfig,
-    build_pod_environment,
-    format_cores,
-    read_deployment,
-)
+from tasks.deployment import SecretConfig, build_pod_environment, read_deployment
 from tasks.flyte2 import build_limits, register_elastic_translation
 from tasks.images import build_cpu_image
+from tasks.pod_configs import NodesConfig, PodConfig, RayWorkersConfig, format_cores
 from tasks.pod_templates import LazyPodTemplate
 from tasks.sources import describe_submitted_commit, describe_submitted_sources
 

@@ -12,11 +12,11 @@ from tasks import resources
 from tasks.deployment import (
     DeploymentConfig,
     DeploymentError,
-    TolerationConfig,
     build_pod_environment,
     read_deployment,
 )
 from tasks.images import build_cpu_image
+from tasks.pod_configs import TolerationConfig
 from tests.pipeline.conftest import ROOT
 from tests.pipeline.test_resources import KINDS
 

@@ -17,13 +17,9 @@ from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.optimizer_config import OptimizerConfig
 from tasks import plan_run as plan
 from tasks import start_run as start
-from tasks.deployment import (
-    AcceleratedConfig,
-    DeploymentConfig,
-    DeploymentError,
-    TrainingGroupConfig,
-)
+from tasks.deployment import DeploymentConfig, DeploymentError
 from tasks.fit import _iterate_changes, compare_needs, find_machine
+from tasks.pod_configs import AcceleratedConfig, TrainingGroupConfig
 from workflows.post_training import dry_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
