@@ -63,7 +63,6 @@ def check_recipe(
     own code and rewards work, and that the gate can compare policies on its prompts.
 
     Several errors are raised as one of the first one's type, a line each.
-
     Nothing is written or downloaded. A user's own loss is called on random rows, and, but for a
     cluster, whose first pod has no GPU, a user's own reward on small images.
 
@@ -91,10 +90,7 @@ def check_recipe(
     """
     problems = RecipeProblems(find_locations(recipe))
     with problems.collect("output"):
-        if on_cluster:
-            _check_shared_storage(recipe.output, tracking_uri)
-        if "://" not in recipe.output:
-            check_output_folder(recipe.output)
+        _check_output(recipe.output, tracking_uri, on_cluster)
     # What costs little is checked first: a wrong path should not wait for an import of torch.
     prepared = None
     notes = []
@@ -104,18 +100,24 @@ def check_recipe(
     _check_stages(problems, recipe, on_cluster, processes if shards is None else shards)
     notes += _describe_data(problems, recipe, prepared[0] if prepared else None, on_cluster)
     _check_code_and_model(problems, recipe, on_cluster, context_parallel)
-    prompts = _choose_tried_prompts(recipe, prepared[0]) if prepared else []
     trials: dict[str, RewardTrial] = {}
-    # A reward that cannot be built has been reported.
-    if prompts and not on_cluster and not problems.has("rewards"):
+    # The first pod of a cluster has no GPU, and a reward that cannot be built has been reported.
+    if prepared and not on_cluster and not problems.has("rewards"):
         with problems.collect("rewards"):
-            trials = _try_rewards(recipe, prompts)
+            trials = _try_rewards(recipe, _choose_tried_prompts(recipe, prepared[0]))
     problems.raise_all()
     notes += _describe_unscored_noise(trials)
     _warn_of_unread_prompts(recipe, trials)
     if not on_cluster:
         notes += describe_gpus(recipe)
     return notes
+
+
+def _check_output(output: str, tracking_uri: str, on_cluster: bool) -> None:
+    if on_cluster:
+        _check_shared_storage(output, tracking_uri)
+    if "://" not in output:
+        check_output_folder(output)
 
 
 def _describe_unscored_noise(trials: dict[str, RewardTrial]) -> list[str]:

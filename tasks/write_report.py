@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
@@ -23,6 +23,10 @@ from tasks.costs import find_machines, read_prices
 from tasks.files import delete_checkpoints, fetch_artifact, make_node_output
 from tasks.resources import DEPLOYMENT, light_resources
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
+
+if TYPE_CHECKING:  # their rooms import matplotlib
+    from ebbflow.report.costs import Ledger
+    from ebbflow.report.run_facts import RunFacts
 
 
 class Report(NamedTuple):
@@ -46,7 +50,6 @@ def write_report(
     approval.
     """
     from ebbflow.report import run_report
-    from ebbflow.report.costs import build_ledger
     from ebbflow.report.outcome import describe_outcome, read_example_prompt
     from ebbflow.report.run_facts import collect_run_facts
     from ebbflow.tracking.child_run import open_node_run
@@ -77,13 +80,7 @@ def write_report(
             # What an outage of MLflow has kept back is delivered now.
             outages=deliver_saved_records(run),
             facts=facts,
-            ledger=build_ledger(
-                facts.nodes,
-                [record.label for record, _ in stages],
-                partial(find_machines, DEPLOYMENT, recipe),
-                read_prices(DEPLOYMENT),
-                _measure_gain(history, candidate),
-            ),
+            ledger=_build_ledger(recipe, facts, stages, _measure_gain(history, candidate)),
             **folders,
         )
         run_report.write_report(page, inputs)
@@ -100,6 +97,20 @@ def write_report(
         FlyteFile(str(page), remote_path=f"{run.folder}/report.html"),
         FlyteFile(str(numbers), remote_path=f"{run.folder}/summary.json"),
     )
+
+
+def _build_ledger(
+    recipe: Recipe,
+    facts: RunFacts,
+    stages: list[tuple[StageRecord, list[dict[str, float]]]],
+    gain: float | None,
+) -> Ledger:
+    """Build the ledger of a run's costs, with the machines and prices of this deployment."""
+    from ebbflow.report.costs import build_ledger
+
+    labels = [record.label for record, _ in stages]
+    machines = partial(find_machines, DEPLOYMENT, recipe)
+    return build_ledger(facts.nodes, labels, machines, read_prices(DEPLOYMENT), gain)
 
 
 def _measure_gain(history: list[EvaluatedPolicy], candidate: EvaluatedPolicy) -> float | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -75,14 +77,15 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
 @click.option(
     "--max-pairs",
     type=click.IntRange(min=1),
-    help=f"Of more, so many are drawn. [default: {MAX_PAIRS}, of a recipe's queue all]",
+    help=f"Largest number of pairs; they are chosen by the seed. [default: {MAX_PAIRS}, all of"
+    " a recipe's queue]",
 )
 @click.option(
     "--error-rate",
     default=0.05,
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    help="Of the test that stops a comparison.",
+    help="Error rate of the test that stops a comparison.",
 )
 @click.option(
     "--all-pairs", is_flag=True, help="Ask about every pair, also after the test has decided."
@@ -92,7 +95,7 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
     default=0,
     show_default=True,
     type=click.IntRange(min=0),
-    help="Of the order and the sides.",
+    help="Seed of the order of the pairs and of their sides.",
 )
 @click.option(
     "--stand-in",
@@ -136,19 +139,14 @@ def label(
     SOURCES: the folder of a run; or the samples.parquet of champion and candidate; or rollouts with
     --prompts; or a queue of pairs, or the recipe that has one (docs/flywheel.md).
     """
-    from ebbflow.data.prompts import PromptError
     from ebbflow.labeling.results import write_results
     from ebbflow.labeling.server import run_label_server
     from ebbflow.labeling.session import Settings, open_session
-    from ebbflow.labeling.sources import LabelError, load_label_task
+    from ebbflow.labeling.sources import load_label_task
     from ebbflow.labeling.stand_in import answer_as_stand_in
-    from ebbflow.rewards.base import RewardError
     from ebbflow.rewards.combine import load_reward
-    from ebbflow.storage.disk import DiskFullError
-    from ebbflow.storage.locks import FolderInUseError
-    from ebbflow.storage.tables import TableError
 
-    try:
+    with _exit_on_label_errors():
         # Sources are read before the page is served: a mistake in them ends the command at once.
         if len(sources) == 1 and sources[0].suffix in (".yaml", ".yml"):
             queue, num_pairs = _open_queue_of_recipe(sources[0])
@@ -173,6 +171,20 @@ def label(
             # Blocks until Ctrl-C. The folder stays locked meanwhile, so that no other server writes
             # answers.
             run_label_server(session, host, port, click.echo)
+
+
+@contextmanager
+def _exit_on_label_errors() -> Iterator[None]:
+    """End the command with the message of an error that its user can mend."""
+    from ebbflow.data.prompts import PromptError
+    from ebbflow.labeling.sources import LabelError
+    from ebbflow.rewards.base import RewardError
+    from ebbflow.storage.disk import DiskFullError
+    from ebbflow.storage.locks import FolderInUseError
+    from ebbflow.storage.tables import TableError
+
+    try:
+        yield
     except (
         LabelError,
         TableError,

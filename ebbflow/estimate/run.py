@@ -143,11 +143,7 @@ def estimate_from_sizes(
     """
     evaluated = evaluated or sample
     trained = count_trained_parameters(recipe, sizes)
-    contexts = [
-        StageContext(recipe, 0, index)
-        for index, stage in enumerate(recipe.stages)
-        if stage.kind != "custom"
-    ]
+    contexts = _list_estimated_stages(recipe)
     adapted = count_adapted_weights(recipe, sizes)
     process_memory = ProcessMemory(recipe, sizes, sample, trained, adapted)
     memory = {
@@ -185,6 +181,15 @@ def estimate_from_sizes(
         sharding=sharding,
         context_parallel=context_parallel,
     )
+
+
+def _list_estimated_stages(recipe: Recipe) -> list[StageContext]:
+    """List the stages of a round whose needs are known: all but a user's own."""
+    return [
+        StageContext(recipe, 0, index)
+        for index, stage in enumerate(recipe.stages)
+        if stage.kind != "custom"
+    ]
 
 
 def _count_prompts(ctx: StageContext) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -128,21 +129,19 @@ def decide_by_gate(
         coverage=coverage,
         held_out_digest=digest_held_out(candidate_samples),
         reward_weights=candidate.reward_weights,
-        reasons=[
-            finding.reason if finding.passed else REFUSED + finding.reason for finding in findings
-        ],
+        reasons=_list_reasons(findings),
     )
     _log_decision(decision)
     return decision
 
 
+def _list_reasons(findings: Sequence[_Finding]) -> list[str]:
+    return [finding.reason if finding.passed else REFUSED + finding.reason for finding in findings]
+
+
 def _log_decision(decision: GateDecision) -> None:
-    logger.info(
-        "gate: %s %s over %s",
-        "promote" if decision.promote else "do not promote",
-        decision.candidate,
-        decision.champion,
-    )
+    verdict = "promote" if decision.promote else "do not promote"
+    logger.info("gate: %s %s over %s", verdict, decision.candidate, decision.champion)
     for reason in decision.reasons:
         logger.info("gate: %s", reason)
 

@@ -181,12 +181,7 @@ def promote_version(
         # A retention may have deleted them while a person thought about approval.
         require_weights(registered)
         require_signature(registered)
-        rolled_back = registered.tags.get(ROLLED_BACK)
-        if rolled_back:
-            raise RegistryError(
-                f"{name!r} version {version} has been rolled back ({rolled_back}), which a retry"
-                f" does not undo; to promote it, run `ebbflow rollback RECIPE --to {version}`"
-            )
+        _require_no_rollback(registered)
         require_signing_key(f"{name!r} version {version}")
         # before the tags of the promotion, which an attempt that has lost its lock must not write
         check_held()
@@ -195,6 +190,16 @@ def promote_version(
         for key, value in _prefix_tags(tags).items():
             client.set_model_version_tag(name, version, key, value)
         return _move_champion(client, name, champion, version, check_held)
+
+
+def _require_no_rollback(registered: ModelVersion) -> None:
+    rolled_back = registered.tags.get(ROLLED_BACK)
+    if rolled_back:
+        raise RegistryError(
+            f"{registered.name!r} version {registered.version} has been rolled back"
+            f" ({rolled_back}), which a retry does not undo; to promote it, run `ebbflow rollback"
+            f" RECIPE --to {registered.version}`"
+        )
 
 
 def decline_version(

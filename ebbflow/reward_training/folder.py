@@ -127,14 +127,7 @@ def train_reward_folder(
     hacked = read_hacked_pairs(config.hacked) if config.hacked else None
     # A killed attempt left its last epoch in ``work``, and goes on from there.
     network = train_network(config, labels, recipe.seed, work)
-    try:
-        measurement = measure_reward_model(network, labels, held_out, config.confidence)
-    except ValueError as error:
-        raise LabelFileError(str(error)) from None
-    # After training and with the same network: hacked pictures are a test, never labels.
-    if hacked:
-        kinds = [name_kind(judgement) for judgement in hacked.judgements]
-        measurement.hacked = measure_hacked(network, hacked, kinds, config.confidence)
+    measurement = _measure_network(network, labels, held_out, hacked, config.confidence)
     decision = decide_reward_model(
         measurement.by_prompt,
         _measure_champion(champion, labels, held_out) if champion else None,
@@ -163,6 +156,24 @@ def train_reward_folder(
         *(100 * measurement.agreement.low, 100 * measurement.agreement.high),
     )
     return record
+
+
+def _measure_network(
+    network: RewardNetwork,
+    labels: Labels,
+    held_out: Sequence[int],
+    hacked: Labels | None,
+    confidence: float,
+) -> RewardModelMeasurement:
+    try:
+        measurement = measure_reward_model(network, labels, held_out, confidence)
+    except ValueError as error:
+        raise LabelFileError(str(error)) from None
+    # After training and with the same network: hacked pictures are a test, never labels.
+    if hacked:
+        kinds = [name_kind(judgement) for judgement in hacked.judgements]
+        measurement.hacked = measure_hacked(network, hacked, kinds, confidence)
+    return measurement
 
 
 def read_hacked_pairs(path: str) -> Labels:
