@@ -204,6 +204,7 @@ def _find_stage(recipe: Recipe, named: str) -> StageContext:
         StageContext(recipe, index, stage)
         for index in range(recipe.rounds)
         for stage in range(len(recipe.stages))
+        if index < recipe.count_rounds(stage)
     ]
     # "1.2 online" and "1.2" both name a stage; the first part of a label is unique.
     matching = [ctx for ctx in contexts if named in (ctx.stage_label, ctx.stage_label.split()[0])]
@@ -224,27 +225,38 @@ def _find_policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, Po
     """Find the policy folder that the stage started from."""
     # A policy's metadata lists the stages behind it, whatever node wrote the folder.
     labels = tuple(_iterate_labels_before(ctx))
+    trained_before = tuple(_iterate_labels_before(ctx, was_trained=True))
+    policies = []
     # COMMIT is written last, so what has it is whole.
     for folder in _list_node_outputs(run, f"policy/{COMMIT}"):
         with _skip_damaged_folder(folder.parent):
+            policies.append((folder.parent, read_policy_metadata(folder.parent)))
+    # A run that began with a trained policy skipped the stages ``only_from_base``. Its policies are
+    # looked for last: their fewer stages also fit the policy that any other run began with.
+    for stages in dict.fromkeys((labels, trained_before)):
+        for path, metadata in policies:
             # Labels alone would also fit the policy of another recipe with the same stages.
-            metadata = read_policy_metadata(folder.parent)
-            if (metadata.stages, metadata.recipe_digest) == (labels, run.recipe.digest):
-                return folder.parent, metadata
+            if (metadata.stages, metadata.recipe_digest) == (stages, run.recipe.digest):
+                return path, metadata
     raise ReplayError(
         f"{run.folder} has no policy folder after {', '.join(labels) or 'no stage'}, which"
         f" {ctx.stage_label} began with"
     )
 
 
-def _iterate_labels_before(ctx: StageContext) -> Iterator[str]:
+def _iterate_labels_before(ctx: StageContext, was_trained: bool = False) -> Iterator[str]:
     """Iterate over the labels of the stages behind the policy that a stage started from: those in
     no branch, and the earlier ones of its own branch in this round.
+
+    Args:
+        was_trained: the run began with a trained policy, and not with the base model.
     """
     for index in range(ctx.round + 1):
         for stage, config in enumerate(ctx.recipe.stages):
             if (index, stage) >= (ctx.round, ctx.stage):
                 return
+            if config.only_from_base and (was_trained or index > 0):
+                continue
             if config.branch is None or (index, config.branch) == (ctx.round, ctx.config.branch):
                 yield ctx.recipe.stage_label(index, stage)
 

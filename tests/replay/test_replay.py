@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlflow.artifacts
@@ -26,12 +27,12 @@ from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.replay import tracked_step
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
-from ebbflow.storage.artifacts import verify_folder
+from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.storage.tables import read_table, read_table_metadata
 from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import connect_to_store, find_run
-from ebbflow.training.policy_metadata import PolicyMetadata, write_base_policy
+from ebbflow.training.policy_metadata import METADATA, PolicyMetadata, write_base_policy
 from ebbflow.training.replay import ReplayError
 
 HOSTILE = "<b>&"
@@ -350,3 +351,31 @@ def test_a_stage_of_a_branch_began_with_the_policy_before_all_branches():
             *first,
             *own,
         )
+
+
+@pytest.mark.parametrize("starts_from", ["base model", "trained policy"])
+def test_a_stage_that_is_trained_once_is_no_stage_of_later_rounds(
+    starts_from: str, tmp_path: Path
+) -> None:
+    data = {"path": "pictures"}
+    stages = [
+        {"kind": "offline", "algorithm": {"name": "sft"}, "only_from_base": True, "data": data},
+        {"kind": "online"},
+    ]
+    recipe = Recipe.model_validate({"rounds": 2, "stages": stages})
+    first = ("1.1 offline",) if starts_from == "base model" else ()
+    # what each policy folder of such a run has behind it, in the order of the nodes
+    histories = [(), first, (*first, "1.2 online"), (*first, "1.2 online", "2.2 online")]
+    for node, history in enumerate(dict.fromkeys(histories)):
+        folder = tmp_path / "nodes" / str(node) / "policy"
+        metadata = PolicyMetadata(
+            base_digest="base", recipe_digest=recipe.digest, config=recipe.policy, stages=history
+        )
+        with write_new_folder(folder) as unfinished:
+            (unfinished / METADATA).write_text(metadata.model_dump_json())
+    run: Any = SimpleNamespace(folder=tmp_path, recipe=recipe)
+    for label, history in (("1.2 online", first), ("2.2 online", (*first, "1.2 online"))):
+        ctx = tracked_step._find_stage(recipe, label)
+        assert tracked_step._find_policy_before(run, ctx)[1].stages == history
+    with pytest.raises(ReplayError, match="no stage '2.1', only 1.1 offline, 1.2 online, 2.2"):
+        tracked_step._find_stage(recipe, "2.1")
