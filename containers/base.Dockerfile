@@ -19,6 +19,8 @@ COPY tasks tasks
 COPY workflows workflows
 RUN uv pip install --system --no-cache --no-deps --build-constraints constraints.txt \
     --config-settings editable_mode=compat --editable .
+# The editable install compiles nothing of our own code.
+RUN python3 -m compileall -q ebbflow tasks workflows
 # The kernel keeps SIGTERM from a container's first process until that has a handler: from its start, and not from its first import of ours.
 COPY containers/environment/first_process.pth /usr/local/lib/python3.11/site-packages/
 # It runs as any user, also one without a name, on a root filesystem that cannot be written: only /tmp can. Own modules lie next to

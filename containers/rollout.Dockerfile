@@ -27,6 +27,8 @@ RUN uv pip install --system --no-cache --no-deps --build-constraints constraints
     && uv pip install --python /opt/vllm-omni/bin/python --no-cache --no-deps --build-constraints constraints.txt --editable . \
     && uv pip install --python /opt/vllm-omni/bin/python --no-cache --no-deps --build-constraints constraints.txt \
         --editable containers/vllm_omni
+# The editable install compiles nothing of our own code.
+RUN python3 -m compileall -q ebbflow tasks workflows
 # The kernel keeps SIGTERM from a container's first process until that has a handler: from its start, and not from its first import of ours.
 COPY containers/environment/first_process.pth /usr/local/lib/python3.11/site-packages/
 # It runs as any user, also one without a name, on a root filesystem that cannot be written: only /tmp can. Own modules lie next to

@@ -177,12 +177,16 @@ def test_everything_that_is_installed_is_pinned(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
-def test_packages_are_installed_with_their_bytecode(file: Path) -> None:
+def test_an_image_has_the_bytecode_of_packages_and_of_our_own_code(file: Path) -> None:
     instructions = _instructions(file)
     variables = [rest for name, rest in instructions if name == "ENV"]
     assert "PYTHONDONTWRITEBYTECODE=1" in " ".join(variables)
     installs = [index for index, (_, rest) in enumerate(instructions) if "uv pip install" in rest]
     assert ("ENV", "UV_COMPILE_BYTECODE=1") in instructions[: installs[0]]
+    # An editable installation compiles nothing: each pod would.
+    compiled = ("RUN", "python3 -m compileall -q ebbflow tasks workflows")
+    before = instructions[: instructions.index(compiled)]
+    assert {("COPY", f"{name} {name}") for name in ("ebbflow", "tasks", "workflows")} <= set(before)
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
