@@ -224,7 +224,7 @@ def measure_log_probs(bench: Bench) -> Line:
         for column in range(len(trajectory.steps)):
             transition, next_latents = _rebuild_transition(trajectory, request, column)
             # From the engine's own mean, so that other weights do not show here.
-            expected = compute_log_prob(transition, next_latents)
+            expected = compute_log_prob(transition, next_latents, request.latent_shape)
             error = (trajectory.log_probs[:, column].to(expected) - expected).abs().max().item()
             # x' - mu cancels: it has the rounding of x', beside a noise of the size of the std.
             cancellation = next_latents.abs().max().item() / transition.std.min().item()

@@ -1,8 +1,9 @@
 """A sample of several latents, such as a video and its sound: one row of numbers with named parts.
 
-Everything between the network and the loss works on the elements of a sample, whatever they mean:
-transitions, log-probs, losses and stored rollouts take the row as it is. Only the family's network
-and its decoders look at the parts. A sample of one latent keeps that latent's own shape.
+Samplers and stored rollouts work on the elements of a sample, whatever they mean, and take the row
+as it is. The family's network and its decoders look at the parts, and so do log-probs and losses:
+each latent has its own, a mean over its own elements. A sample of one latent keeps that latent's
+own shape.
 """
 
 from __future__ import annotations
@@ -74,6 +75,29 @@ class NamedLatents(tuple[int, ...]):
             slices[name] = slice(start, start + math.prod(shape))
             start = slices[name].stop
         return slices
+
+
+def average_elements(values: Tensor, shape: Shape) -> Tensor:
+    """Average over the elements of each sample, [N, ...] to [N]; of several latents over those of
+    each latent, [N, K].
+    """
+    import torch
+
+    if not isinstance(shape, NamedLatents):
+        return values.flatten(1).mean(1)
+    # Contiguous, so that the sum has the order that it has for a latent that lies alone.
+    means = [values[:, part].contiguous().mean(1) for part in shape.slice_parts().values()]
+    return torch.stack(means, 1)
+
+
+def join_averages(means: Tensor, shape: Shape) -> Tensor:
+    """Return the average over all elements of a sample, [...], of those over the elements of each
+    of its K latents, [..., K]; what a sample of one latent has, as it is.
+    """
+    if not isinstance(shape, NamedLatents):
+        return means
+    sizes = [math.prod(part) for part in shape.parts.values()]
+    return (means * means.new_tensor(sizes)).sum(-1) / sum(sizes)
 
 
 def derive_noise_seeds(shape: Shape, seed: int) -> list[tuple[slice, int]]:

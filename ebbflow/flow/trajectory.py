@@ -23,7 +23,7 @@ class Trajectory:
         steps: integer [W], the trained denoising steps, ascending.
         states: [N, K, ...], the latents before and after the trained steps, each once: W + 1 where
             the steps are neighbours (``count_states``).
-        log_probs: [N, W], under the policy that generated it.
+        log_probs: [N, W], under the policy that generated it; of samples of K latents [N, W, K].
         means: [N, W, ...], mu of the step under the policy that generated it, where the plan
             records means.
         weight: [N, W], of each step in the loss, and ``keep``, bool [N, W], whether it is trained:

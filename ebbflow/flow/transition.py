@@ -7,6 +7,7 @@ from typing import cast
 
 from torch import Tensor
 
+from ebbflow.flow.latents import Shape, average_elements
 from ebbflow.flow.sampler import Sampler, Transition, at_least_float32, broadcast_rows
 from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.samplers import SAMPLERS
@@ -57,13 +58,16 @@ def sample_next_latents(transition: Transition, noise: Tensor) -> Tensor:
     return transition.mean + broadcast_rows(transition.std, transition.mean) * noise
 
 
-def compute_log_prob(transition: Transition, next_latents: Tensor) -> Tensor:
+def compute_log_prob(transition: Transition, next_latents: Tensor, shape: Shape = ()) -> Tensor:
     """Compute the log-probability of x', [N]: the MEAN over the D elements of a sample, as in all
-    published code.
+    published code; of a sample of K latents, [N, K], the mean over the elements of each.
 
     The mean (not the sum) is why clip ranges are 1e-3 ... 1e-6; multiply by D for the log-density.
     Where the sampler's log-prob is no density, it is -mean((x' - mu)^2), without 1/(2 b^2) and the
     normaliser.
+
+    Args:
+        shape: of a sample, ``Model.latent_shape``. Left out, a sample is one latent.
 
     Raises:
         ValueError: the step is deterministic (b = 0) and has no density; not on a GPU.
@@ -78,8 +82,8 @@ def compute_log_prob(transition: Transition, next_latents: Tensor) -> Tensor:
     squared = (next_latents - transition.mean) ** 2  # [N, ...]
     # CPS as published: -mean((x' - mu)^2).
     if not transition.sampler.log_prob_is_density:
-        return -squared.flatten(1).mean(1)
+        return average_elements(-squared, shape)
     # log N(x'; mu, b^2), elementwise: -(x' - mu)^2 / (2 b^2) - log b - log(2 pi) / 2.
     std = broadcast_rows(transition.std, transition.mean)
     densities = -squared / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
-    return densities.flatten(1).mean(1)
+    return average_elements(densities, shape)

@@ -45,6 +45,7 @@ class Family:
         unsupported_keys: further keys of ``model`` that have no effect on the family.
         modular: whether its pipeline is a modular one of diffusers, which loads its parts by a
             function of its own.
+        latents: the names of the latents of a sample, where it has several.
         caveat: how what its pipeline generates differs from what is trained, rewarded and
             evaluated; empty where they are the same. ``check``, the report and ``export`` say it.
 
@@ -63,6 +64,7 @@ class Family:
     has_fixed_size: bool = False
     unsupported_keys: tuple[str, ...] = ()
     modular: bool = False
+    latents: tuple[str, ...] = ()
     caveat: str = ""
 
 

@@ -50,6 +50,9 @@ class AlgorithmKind:
         needs_reward_gradient: training loads the rewards, which must be differentiable.
         trains_student: it makes a student of few steps, with a fake score network beside the
             policy.
+        splits_latents: its losses are means over the elements of a sample, so that a sample of
+            several latents has one for each (``ebbflow.training.latent_losses``); its batches name
+            in ``latent_fields`` what has these elements.
     """
 
     name: ClassVar[str]
@@ -61,6 +64,7 @@ class AlgorithmKind:
     is_unguided: ClassVar[bool] = False
     needs_reward_gradient: ClassVar[bool] = False
     trains_student: ClassVar[bool] = False
+    splits_latents: ClassVar[bool] = False
 
     def check_stage(self, stage: Any) -> None:
         """Check the keys of a stage (``StageConfig``) that do not suit every kind.

@@ -62,6 +62,7 @@ from ebbflow.recipe.stage_checks import (
     check_engines_support_model,
     check_guidance_is_optional,
     check_guided_references,
+    check_latent_weights,
     check_optimizer_states,
     check_rollout_caches,
     check_rollout_precision,
@@ -210,6 +211,7 @@ class Recipe(Strict):
         check_engines_support_model(self.stages, self.model, self.policy)
         check_rollout_caches(self.stages, self.model)
         check_guided_references(self.stages, self.model)
+        check_latent_weights(self.stages, self.model)
         self._check_deterministic_kernels()
         check_guidance_is_optional(self.stages, self.model)
         return self

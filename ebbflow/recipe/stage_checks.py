@@ -162,6 +162,41 @@ def check_rollout_caches(stages: Sequence[StageConfig], model: ModelConfig) -> N
             )
 
 
+def check_latent_weights(stages: Sequence[StageConfig], model: ModelConfig) -> None:
+    """Check that ``latent_weights`` are of latents that the family has.
+
+    Raises:
+        ValueError: one is not, the family has one latent, the algorithm's loss is of whole samples,
+            or all weights are 0; names the stage and the fix.
+    """
+    family = find_family(model.family)
+    for index, stage in enumerate(stages):
+        weights = stage.latent_weights
+        if not weights:
+            continue
+        key = f"stages.{index}.latent_weights"
+        if not stage.algorithm_kind.splits_latents:
+            raise ValueError(
+                f"{key}: {stage.algorithm_name} has one loss of the whole sample; leave"
+                " latent_weights out, or set algorithm.name to diffusion_nft or mix_grpo"
+            )
+        if family is None:
+            continue  # of the user's own without a record: training asks its adapter
+        if not family.latents:
+            raise ValueError(
+                f"{key}: a sample of model.family = {model.family!r} is one latent; leave"
+                " latent_weights out"
+            )
+        unknown = [name for name in weights if name not in family.latents]
+        if unknown:
+            raise ValueError(
+                f"{key}.{unknown[0]}: model.family = {model.family!r} has no such latent; it has"
+                f" {', '.join(family.latents)}"
+            )
+        if not any(weights.get(name, 1.0) for name in family.latents):
+            raise ValueError(f"{key} are all 0, so nothing would be trained; raise one")
+
+
 def check_guided_references(stages: Sequence[StageConfig], model: ModelConfig) -> None:
     """Check that a reference under guidance has a model with guidance, and one with two scales of
     it a model with two transformers.

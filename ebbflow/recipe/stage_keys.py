@@ -26,6 +26,7 @@ from ebbflow.recipe.model import Precision
 from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.recipe.plugins import describe_choices, validate_name_or_path
 from ebbflow.recipe.registry import AnyAlgorithmConfig
+from ebbflow.recipe.rewards import MAX_WEIGHT
 from ebbflow.recipe.rollout_cache import RolloutCacheConfig
 
 
@@ -51,6 +52,10 @@ class LearningKeys(Strict):
     reference: ReferenceConfig = ReferenceConfig()
     anchor: AnchorConfig | None = None
     """Flow-matching loss on captioned data beside the algorithm's own (docs/data.md)."""
+    latent_weights: dict[str, Annotated[float, Field(ge=0, le=MAX_WEIGHT)]] = {}
+    """Weight of each latent in the loss, for families whose samples are several latents, such as
+    ``{video: 1, sound: 3}`` of ``ltx2``. The loss of a sample is the weighted average of the losses
+    of its latents. Default: 1 each."""
     correction: CorrectionConfig | None = None
     """Off-policy correction, for algorithms on trajectories. Default: none; the ratio is against
     the rollout's log-probs, and rollouts of another policy or precision raise an alarm. With

@@ -237,7 +237,8 @@ def _denoise_micro_batch(
             if step - 1 not in trained:
                 states.append(latents)
             states.append(next_latents)
-            log_probs.append(compute_log_prob(transition, next_latents))  # [N]
+            # [N], or [N, K] of several latents
+            log_probs.append(compute_log_prob(transition, next_latents, model.latent_shape))
             if with_means:
                 means.append(transition.mean)
             if with_graph:

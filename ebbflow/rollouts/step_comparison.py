@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ebbflow.flow.latents import Shape, join_averages
 from ebbflow.flow.sampler import Transition, broadcast_rows
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.transition import compute_log_prob, compute_transition
@@ -197,7 +198,16 @@ def compare_steps(
         std = broadcast_rows(moves[0].std, moves[0].mean)
         # In units of the step's own noise: 1 would be a shift as large as the noise.
         error = (means[:, column] - moves[0].mean) / std
-        _compare_step(comparison, trajectory, column, moves[0], moves[1], error, max_shift)
+        _compare_step(
+            comparison,
+            trajectory,
+            policy.model.latent_shape,
+            column,
+            moves[0],
+            moves[1],
+            error,
+            max_shift,
+        )
         if base is None:
             continue
         comparison.effect.add_step(
@@ -258,6 +268,7 @@ def _predict_in_passes(
 def _compare_step(
     comparison: StepComparison,
     trajectory: Trajectory,
+    shape: Shape,
     column: int,
     move: Transition,
     repeated: Transition,
@@ -281,9 +292,10 @@ def _compare_step(
 
     next_latents = trajectory.states[:, trajectory.find_states()[column] + 1]
     log_prob = compute_log_prob(move, next_latents)  # [N]
+    recorded = join_averages(trajectory.log_probs[:, column], shape)  # of the whole sample
     # With z the recorded noise and d the error, the difference is the mean of z d + d^2 / 2. A
     # log-prob that is no density, -mean((x' - mu)^2), has 2 b^2 times that.
     scale = 1.0 if move.sampler.log_prob_is_density else 2 * move.std.square()
     explained = scale * (LOG_PROB_DEVIATIONS * shift / math.sqrt(dims) + shift.square() / 2)
-    comparison.log_prob_errors.append((log_prob - trajectory.log_probs[:, column]).abs())
+    comparison.log_prob_errors.append((log_prob - recorded).abs())
     comparison.log_prob_limits.append(explained + LOG_PROB_ROUNDING * log_prob.abs().clamp(min=1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -156,11 +156,12 @@ class TrajectoryBatch:
         next_latents: [M, ...], what the rollout stepped to: the loss asks how probable they are.
         sigmas: the whole schedule of the rollout, [steps + 1].
         steps: integer [M], the denoising step of each row.
-        old_log_prob: [M], under the policy that the ratio is against.
+        old_log_prob: [M], under the policy that the ratio is against; of K latents [M, K].
         advantage: [M].
         old_mean: [M, ...], under the same policy, where the rollout recorded means.
     """
 
+    latent_fields: ClassVar = ("inputs", "next_latents", "old_mean")
     inputs: ForwardInputs
     weight: Tensor
     group_index: Tensor
@@ -231,7 +232,9 @@ def build_trajectory_batch(
     """
     device = conditioning.device
     if rows is None:
-        keep = torch.ones_like(trajectory.log_probs) if trajectory.keep is None else trajectory.keep
+        keep = trajectory.keep
+        if keep is None:
+            keep = torch.ones(trajectory.log_probs.shape[:2], dtype=torch.bool)
         rows = np.flatnonzero(keep.cpu().numpy())
     sample_array, column_array = np.divmod(rows, len(trajectory.steps))
     sample = torch.from_numpy(sample_array)
@@ -245,7 +248,7 @@ def build_trajectory_batch(
     sigmas = trajectory.sigmas.to(device)
     row_advantage = advantage[sample, column] if advantage.ndim == 2 else advantage[sample]
     old_log_prob = trajectory.log_probs[sample, column].to(device)
-    weight = torch.ones_like(old_log_prob)
+    weight = old_log_prob.new_ones(len(rows))
     if trajectory.weight is not None:
         weight = trajectory.weight[sample, column].to(device)
     return TrajectoryBatch(
@@ -279,6 +282,7 @@ class ForwardBatch:
         advantage: [M].
     """
 
+    latent_fields: ClassVar = ("inputs", "clean", "noise")
     inputs: ForwardInputs
     weight: Tensor
     group_index: Tensor

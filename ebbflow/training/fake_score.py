@@ -5,16 +5,18 @@ samples.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import expand_like, mean_per_row
+from ebbflow.algorithms.base import expand_like
 from ebbflow.models.base import predict
 from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.training.batches import split_into_passes
 from ebbflow.training.distributed import Ranks, sum_over_processes
 from ebbflow.training.gradients import TrainingError, compute_gradient_norm
+from ebbflow.training.latent_losses import LatentShare, average_over_latents
 from ebbflow.training.matching import MatchingBatch
 from ebbflow.training.optimizer import AnyOptimizer, build_optimizer
 from ebbflow.training.policy import Policy
@@ -30,8 +32,15 @@ class FakeScore:
     sharded weights as well.
     """
 
-    def __init__(self, policy: Policy, config: OptimizerConfig, lr_factor: float) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: OptimizerConfig,
+        lr_factor: float,
+        latents: Sequence[LatentShare] = (),
+    ) -> None:
         self.policy = policy
+        self.latents = list(latents)
         self.max_grad_norm = config.max_grad_norm
         fake_config = config.model_copy(update={"lr": config.lr * lr_factor})
         self.optimizer: AnyOptimizer = build_optimizer(policy, fake_config)
@@ -58,9 +67,8 @@ class FakeScore:
         with policy.train_copy(FAKE):
             for part in slices:
                 velocity = predict(policy.model, *batch.noised.model_arguments(part))  # [m, ...]
-                errors = mean_per_row(
-                    (expand_like(batch.scale[part], velocity) * velocity - batch.target[part]) ** 2
-                )
+                miss = expand_like(batch.scale[part], velocity) * velocity - batch.target[part]
+                errors = average_over_latents(miss**2, self.latents)
                 policy.set_gradient_reduction(part == slices[-1])
                 # The mean over all rows of all processes; FSDP averages over processes, which the
                 # world size undoes (as in ``PolicyUpdater``).

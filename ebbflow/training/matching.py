@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -63,6 +64,7 @@ class MatchingBatch:
         steps: integer [M], the student's step of each row.
     """
 
+    latent_fields: ClassVar = ("inputs", "noised", "target")
     inputs: ForwardInputs
     noised: ForwardInputs
     scale: Tensor

@@ -17,8 +17,10 @@ from ebbflow.algorithms.correction import (
     compute_correction_metrics,
     compute_diagnostics,
 )
+from ebbflow.flow.latents import join_averages
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
+from ebbflow.flow.transition import compute_log_prob
 from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.stages import OnlineStageConfig
@@ -70,8 +72,11 @@ def apply_rollout_correction(
     mean, log_prob = _predict_log_probs(updater.policy, batch, stage.pass_size)
     log_prob = _gather_over_ranks(log_prob, trajectory.log_probs)
 
-    # Of the MEAN over the D elements of a latent; the correction knows what that means for ratios.
-    delta = log_prob - trajectory.log_probs  # (N, W)
+    # Of the MEAN over the D elements of a sample; the correction knows what that means for ratios.
+    # One weight for all latents of a sample: they were generated together.
+    delta = join_averages(
+        log_prob - trajectory.log_probs, updater.policy.model.latent_shape
+    )  # (N, W)
     dims = trajectory.states[0, 0].numel()
     weight, keep = compute_correction(delta, dims, correction)
     diagnostics = compute_diagnostics(delta, trajectory.steps, dims) | compute_correction_metrics(
@@ -99,15 +104,19 @@ def list_predicted_samples(num_samples: int, world: int) -> list[np.ndarray]:
 def _predict_log_probs(
     policy: Policy, batch: TrajectoryBatch, pass_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (mu [M, ...], log-prob [M]) of every row under the policy as it is now."""
+    """Return (mu [M, ...], log-prob [M] or of K latents [M, K]) of every row under the policy as it
+    is now.
+    """
     means = []
     log_probs = []
     with policy.keep_gathered():
         for part in split_into_equal_passes(len(batch.inputs), pass_size):
             velocity = predict(policy.model, *batch.inputs.model_arguments(part))
-            rows = batch.build_rows(part, velocity, {})
-            means.append(rows.transition.mean)
-            log_probs.append(rows.log_prob)
+            step = batch.compute_transition(part, velocity)
+            means.append(step.mean)
+            log_probs.append(
+                compute_log_prob(step, batch.next_latents[part], policy.model.latent_shape)
+            )
     return torch.cat(means), torch.cat(log_probs)
 
 

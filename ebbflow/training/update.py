@@ -20,14 +20,19 @@ from ebbflow.algorithms.base import CopyName, RowMetrics
 from ebbflow.algorithms.reference import compute_penalty, compute_penalty_weight
 from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.training_sigmas import list_schedule_points
-from ebbflow.models.base import predict, predict_checkpointed
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig, resolve_correction
 from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
-from ebbflow.training.distributed import Ranks, all_reduce_max, sum_over_processes
+from ebbflow.training.distributed import Ranks, sum_over_processes
 from ebbflow.training.drift import choose_drift_stride
 from ebbflow.training.fake_score import FakeScore
 from ebbflow.training.gradients import TrainingError, compute_gradient_norm
+from ebbflow.training.latent_losses import (
+    LatentShare,
+    join_latent_losses,
+    list_latent_shares,
+    select_latent,
+)
 from ebbflow.training.matching import MatchingBatch
 from ebbflow.training.optimizer import AnyOptimizer, build_optimizer, set_learning_rate
 from ebbflow.training.pass_results import (
@@ -37,6 +42,11 @@ from ebbflow.training.pass_results import (
 )
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress
+from ebbflow.training.predictions import (
+    predict_velocities_of_copy,
+    predict_velocities_of_teachers,
+    predict_velocity,
+)
 
 FIRST_LOSS_SCALE = 2.0**16
 """Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no
@@ -103,12 +113,16 @@ class PolicyUpdater:
         self.correction = resolve_correction(stage, policy.model.precision)
         # Of prompt sets that have teachers of their own.
         self.teacher_copies = sorted(map(teacher_copy_name, getattr(self.hyper, "teachers", {})))
+        # Empty where a sample is one latent, or the loss is of the whole sample.
+        self.latents: list[LatentShare] = []
+        if stage.algorithm_kind.splits_latents:
+            self.latents = list_latent_shares(policy.model.latent_shape, stage.latent_weights)
         _require_drawable_sigmas(policy, stage)
         self.optimizer: AnyOptimizer = optimizer or build_optimizer(policy, stage.optimizer)
         lr_factor = stage.algorithm_kind.fake_score_lr_factor(self.hyper)
         self.fake: FakeScore | None = None
         if lr_factor is not None:
-            self.fake = FakeScore(policy, stage.optimizer, lr_factor)
+            self.fake = FakeScore(policy, stage.optimizer, lr_factor, self.latents)
         # Gradients of means over many latent elements are below what float16 can hold, so the loss
         # is multiplied before the backward pass and the gradients are divided after it.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
@@ -285,7 +299,7 @@ class PolicyUpdater:
             # predicts again.
             velocity = batch.inputs.predicted.pop(part.start, None)
             if velocity is None:
-                velocity = _predict_velocity(self.policy, batch.inputs, part)
+                velocity = predict_velocity(self.policy, batch.inputs, part)
             velocity.retain_grad()  # tells which row's gradient is not finite
             copy_velocities = {name: values[part] for name, values in copies.items()}
             if "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies:
@@ -328,7 +342,7 @@ class PolicyUpdater:
         anchor: Tensor | None,
     ) -> tuple[Tensor, RowMetrics]:
         """Return the loss of each row with its weight and the penalty for leaving ``anchor``, and
-        the metrics of each row, all [m].
+        the metrics of each row, all [m]; of samples of several latents, over the loss of each.
 
         Args:
             part: the m rows.
@@ -336,6 +350,31 @@ class PolicyUpdater:
             copies: of the policy copies there, [m, ...].
             anchor: what the reference penalty pulls to, [m, ...]; None without one.
         """
+        if not self.latents:
+            return self._compute_latent_loss(batch, part, velocity, copies, anchor)
+        losses = []
+        metrics = []
+        for latent in self.latents:
+            loss, latent_metrics = self._compute_latent_loss(
+                select_latent(batch, latent),
+                part,
+                velocity[:, latent.elements],
+                {name: values[:, latent.elements] for name, values in copies.items()},
+                None if anchor is None else anchor[:, latent.elements],
+            )
+            losses.append(loss)
+            metrics.append(latent_metrics)
+        return join_latent_losses(self.latents, losses, metrics)
+
+    def _compute_latent_loss(
+        self,
+        batch: RowBatch,
+        part: slice,
+        velocity: Tensor,
+        copies: Mapping[CopyName, Tensor],
+        anchor: Tensor | None,
+    ) -> tuple[Tensor, RowMetrics]:
+        """Compute the loss of samples of one latent, or of one latent of theirs."""
         rows = replace(
             batch.build_rows(part, velocity, copies),
             advantage_clip=self.stage.advantages.clip or math.inf,
@@ -371,11 +410,11 @@ class PolicyUpdater:
         for name in sorted(needed):  # in the same order on every process: a swap communicates
             inputs = batch.inputs_of(name)
             if name == "teacher" and teacher_rows:
-                velocities[name] = _predict_velocities_of_teachers(
+                velocities[name] = predict_velocities_of_teachers(
                     self.policy, teacher_rows, inputs, slices
                 )
             else:
-                velocities[name] = _predict_velocities_of_copy(self.policy, name, inputs, slices)
+                velocities[name] = predict_velocities_of_copy(self.policy, name, inputs, slices)
         return velocities
 
     def _predict_base(
@@ -390,7 +429,7 @@ class PolicyUpdater:
         if stride is None:
             return None, 1
         rows = [slice(0, None, stride)]
-        return _predict_velocities_of_copy(self.policy, "reference", inputs, rows), stride
+        return predict_velocities_of_copy(self.policy, "reference", inputs, rows), stride
 
     def _predict_anchor(
         self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]
@@ -400,7 +439,7 @@ class PolicyUpdater:
         if reference.needs_guidance:
             # A guided reference is another prediction than the copy's: that is without guidance.
             guided = inputs.with_guidance(reference.guidance, reference.guidance_2)
-            return _predict_velocities_of_copy(self.policy, "reference", guided, slices)
+            return predict_velocities_of_copy(self.policy, "reference", guided, slices)
         return copies["reference"] if reference.weight > 0 else None
 
     def _update_following_copies(self, count: int) -> None:
@@ -438,44 +477,3 @@ def _require_drawable_sigmas(policy: Policy, stage: StageConfig) -> None:
         list_schedule_points(sigmas, policy.model.compute_sigmas(stage.sampler.steps))
     except ValueError as error:
         raise TrainingError(str(error)) from None
-
-
-def _predict_velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Tensor:
-    forward = predict_checkpointed if inputs.checkpointed and torch.is_grad_enabled() else predict
-    return forward(policy.model, *inputs.model_arguments(part))
-
-
-def _predict_velocities_of_copy(
-    policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: list[slice]
-) -> Tensor:
-    """Predict with a policy copy over some parts: one swap of the parameters for all of them."""
-    with policy.use_copy(copy), policy.keep_gathered():
-        return torch.cat([_predict_velocity(policy, inputs, part) for part in slices])
-
-
-def _predict_velocities_of_teachers(
-    policy: Policy,
-    teacher_rows: Mapping[str, Tensor],
-    inputs: ForwardInputs,
-    slices: list[slice],
-) -> Tensor:
-    """Predict each row with its own teacher: a teacher for its rows alone, in parts of the usual
-    size.
-    """
-    size = max(part.stop - part.start for part in slices)
-    velocities = []
-    for copy, rows in teacher_rows.items():
-        # Sharded processes communicate in every pass, so all of them take as many: one without rows
-        # left predicts its first again, and throws that away.
-        passes = all_reduce_max(math.ceil(len(rows) / size))
-        if not passes:
-            continue  # the same on every process
-        with policy.use_copy(copy), policy.keep_gathered():
-            for part in rows.tensor_split(passes):
-                if len(part):
-                    velocities.append(_predict_velocity(policy, inputs, part))
-                else:
-                    _predict_velocity(policy, inputs, slice(0, 1))
-    # From the order of teachers back to the order of rows.
-    order = torch.cat(list(teacher_rows.values())).argsort()
-    return torch.cat(velocities)[order]

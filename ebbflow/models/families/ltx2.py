@@ -24,6 +24,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="LTX2Model",
+    latents=("video", "sound"),
     caveat="video and sound are trained, rewarded and evaluated under classifier-free guidance with"
     " one scale, and LTX2Pipeline adds further guidance by default; pass the arguments of"
     " docs/models.md, LTX-2 with its sound",

@@ -31,6 +31,7 @@ class ForwardKind(TrainableKind):
     can_be_offline: ClassVar = True
     trains_on_any_samples: ClassVar = True
     is_unguided: ClassVar = True
+    splits_latents: ClassVar = True
 
     def check_stage(self, stage: StageConfig) -> None:
         name = stage.algorithm_name

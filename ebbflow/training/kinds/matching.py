@@ -29,6 +29,7 @@ class MatchingKind(TrainableKind):
     config_class: ClassVar = MatchingConfig
     is_unguided: ClassVar = True
     trains_student: ClassVar = True
+    splits_latents: ClassVar = True
 
     def check_stage(self, stage: StageConfig) -> None:
         name = stage.algorithm_name

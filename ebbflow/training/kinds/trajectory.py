@@ -25,6 +25,7 @@ class TrajectoryKind(TrainableKind):
     name: ClassVar = "trajectory"
     default_penalty: ClassVar = "kl"
     records_trajectory: ClassVar = True
+    splits_latents: ClassVar = True
 
     def check_stage(self, stage: StageConfig) -> None:
         name = stage.algorithm_name
@@ -67,7 +68,7 @@ class TrajectoryKind(TrainableKind):
 
         assert step.trajectory is not None, "the rollouts of such an algorithm are recorded"
         samples = np.concatenate(groups)
-        keep = np.ones(step.trajectory.log_probs.shape, np.bool_)  # (N, W)
+        keep = np.ones(step.trajectory.log_probs.shape[:2], np.bool_)  # (N, W)
         if step.trajectory.keep is not None:
             keep = step.trajectory.keep.numpy()
         numbers = np.arange(keep.size).reshape(keep.shape)
