@@ -11,6 +11,10 @@ divisor of 1. All are over samples: over rewards repeated for each denoising ste
 
 A reward that scores some prompt sets only has no part in the sums of the other prompts.
 
+Of samples of several latents, each latent has its own A, over the rewards that judge it (OmniNFT,
+2605.12480, "branch_aware"): A_video is of the rewards of pictures and of both, A_sound of those of
+sound and of both.
+
 For a tree (BranchGRPO, 2509.06040) the same is done for the nodes after each denoising step by
 themselves, with
 
@@ -19,7 +23,7 @@ themselves, with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,12 +58,22 @@ class AdvantageResult:
         of_steps: for a tree, the advantages of the W trained steps of each sample, float32 [N, W].
             The advantage of a node stands at its first sample; the other samples of the node, and
             steps that are not trained, have NaN. ``values`` are those of the leaves.
+        of_latents: where rewards judge some latents only, the advantage of each of the K latents,
+            float32 [N, K]. ``values`` are of all rewards.
     """
 
     values: np.ndarray
     keep: np.ndarray
     metrics: dict[str, float]
     of_steps: np.ndarray | None = None
+    of_latents: np.ndarray | None = None
+
+    @property
+    def trained(self) -> np.ndarray:
+        """What the rows of a loss have: [N], of a tree [N, W], of K latents [N, 1, K]."""
+        if self.of_latents is not None:
+            return self.of_latents[:, None]
+        return self.values if self.of_steps is None else self.of_steps
 
 
 @dataclass(frozen=True)
@@ -246,6 +260,41 @@ def compute_tree_advantages(
     leaves = compute_advantages(scores, weights, prompt_ids, config, scored=scored)
     keep = np.asarray(np.isfinite(of_steps).any(axis=1))
     return replace(leaves, keep=keep, of_steps=of_steps)
+
+
+def compute_latent_advantages(
+    scores: Mapping[str, np.ndarray],
+    weights: Mapping[str, float],
+    prompt_ids: np.ndarray,
+    config: AdvantagesConfig,
+    judges: Mapping[str, Collection[str]],
+    scored: np.ndarray | None = None,
+) -> AdvantageResult:
+    """Compute the advantages of each latent over the rewards that judge it.
+
+    A sample is trained if any of its latents is; a latent has 0 where its rewards say nothing.
+
+    Args:
+        scores, weights, prompt_ids, config, scored: as for ``compute_advantages``.
+        judges: the names of the rewards of each latent, in the order of the latents; a latent
+            without any has 0 throughout.
+    """
+    whole = compute_advantages(scores, weights, prompt_ids, config, scored=scored)
+    # A sample that lacks a score of one latent is not trained at all, as elsewhere.
+    usable, _, _ = _select_scored_samples(scores, weights, scored)
+    columns = []
+    keep = np.zeros(len(prompt_ids), np.bool_)
+    for names in judges.values():
+        own = {name: weight for name, weight in weights.items() if name in names}
+        if not own:
+            columns.append(np.zeros(len(prompt_ids), np.float32))
+            continue
+        result = compute_advantages(
+            {name: scores[name] for name in own}, own, prompt_ids, config, scored=usable
+        )
+        columns.append(result.values)
+        keep |= result.keep
+    return replace(whole, keep=keep, of_latents=np.stack(columns, 1))
 
 
 def find_varied_prompts(

@@ -21,6 +21,7 @@ import torch
 from ebbflow.algorithms.advantages import (
     AdvantageResult,
     compute_advantages,
+    compute_latent_advantages,
     compute_reward_moments,
     compute_tree_advantages,
     find_varied_prompts,
@@ -32,10 +33,7 @@ from ebbflow.offline.anchor import open_anchor
 from ebbflow.online.colocated import ColocatedTrainingWorker, ColocatedWorkers, open_queue
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.local_workers import LocalWorkers
-from ebbflow.online.messages import (
-    RolloutBatch,
-    TrainingReport,
-)
+from ebbflow.online.messages import RolloutBatch, TrainingReport
 from ebbflow.online.monitor import StageMonitor, read_validation_prompts
 from ebbflow.online.parity_gate import check_parity
 from ebbflow.online.prompt_sampler import PromptSampler
@@ -46,6 +44,7 @@ from ebbflow.online.step_metrics import compute_score_means, measure_freshness, 
 from ebbflow.online.timeline import add_seconds
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageWorkers
+from ebbflow.recipe.latents import list_judges
 from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored_share
 from ebbflow.rollouts.engine import open_engine
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
@@ -387,6 +386,11 @@ class OnlineLoop:
         if self.config.tree:
             return compute_tree_advantages(
                 *self._select_rewards(batch), batch.prompt_ids, config, batch.tree_nodes, scored
+            )
+        judges = list_judges(self.ctx.recipe.rewards, self.ctx.recipe.model)
+        if judges:
+            return compute_latent_advantages(
+                *self._select_rewards(batch), batch.prompt_ids, config, judges, scored
             )
         return compute_advantages(
             *self._select_rewards(batch), batch.prompt_ids, config, self.state.history, scored

@@ -266,7 +266,7 @@ def _build_step_samples(
         prompts=[prompt for request in requests for prompt in request.prompts],
         conditioning=conditioning,
         sample_index=sample_index,
-        advantages=advantages.values if advantages.of_steps is None else advantages.of_steps,
+        advantages=advantages.trained,
         latents=rollouts.latents,
         trajectory=trajectory,
         velocities=rollouts.velocities,

@@ -32,6 +32,7 @@ from ebbflow.recipe.digest import compute_digest
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import find_family
 from ebbflow.recipe.guardrails import DEFAULT_GUARDRAILS, MIN_PROMPTS, choose_guardrails
+from ebbflow.recipe.latents import check_latent_names, check_stage_trains_judged_latents
 from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.paths import OutputText, StoreText, resolve_paths
 from ebbflow.recipe.plugins import validate_name_or_path
@@ -44,6 +45,7 @@ from ebbflow.recipe.reward_checks import (
     RewardScope,
     check_evaluated_rewards,
     check_guardrail_tolerances,
+    check_guardrails_move_nothing,
     check_held_out_prompts_are_scored,
     check_prompt_sets,
     check_prompt_sets_are_scored,
@@ -187,6 +189,8 @@ class Recipe(Strict):
         check_held_out_prompts_are_scored(self.prompts, self.rewards)
         check_evaluated_rewards(self._reward_scopes(), self.guardrails)
         check_rewards_suit_model(self._all_rewards, self.model)
+        check_latent_names(self._all_rewards, self.model)
+        check_guardrails_move_nothing(self.guardrails)
         check_guardrail_tolerances(self.promotion.guardrail_tolerance, self.guardrails)
         return self
 
@@ -212,6 +216,9 @@ class Recipe(Strict):
         check_rollout_caches(self.stages, self.model)
         check_guided_references(self.stages, self.model)
         check_latent_weights(self.stages, self.model)
+        for index, stage in enumerate(self.stages):
+            rewards = self.select_branch(stage.branch).rewards
+            check_stage_trains_judged_latents(index, stage, rewards, self.model)
         self._check_deterministic_kernels()
         check_guidance_is_optional(self.stages, self.model)
         return self

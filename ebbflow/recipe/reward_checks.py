@@ -81,6 +81,20 @@ def check_reward_names(
         )
 
 
+def check_guardrails_move_nothing(guardrails: Sequence[RewardConfig]) -> None:
+    """Check that no guardrail names latents.
+
+    Raises:
+        ValueError: one does.
+    """
+    for guardrail in guardrails:
+        if guardrail.latents:
+            raise ValueError(
+                f"guardrails: {guardrail.column}.latents says what a reward trains, and a guardrail"
+                " is only watched; leave it out"
+            )
+
+
 def check_prompt_sets(
     key: str, rewards: Iterable[RewardConfig], prompt_sets: Sequence[str]
 ) -> None:

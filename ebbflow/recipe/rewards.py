@@ -46,6 +46,9 @@ class RewardConfig(Strict):
     prompts: list[str] = []
     """Names of sets of ``prompts.mixture``. The reward scores only their prompts. Default: all
     prompts."""
+    latents: list[str] = []
+    """Names of the latents of a sample that the reward judges, such as ``[sound]`` of ``ltx2``: it
+    moves these alone (docs/algorithms.md). Default: all of them."""
     lowest: float | None = Field(None, ge=-MAX_SCORE, le=MAX_SCORE)
     """Lowest possible score. The gate then knows how far a prompt that it has not seen could fall;
     otherwise it assumes the whole range of the scores that it has seen. Default: known for some
@@ -55,6 +58,10 @@ class RewardConfig(Strict):
     def lowest_score(self) -> float | None:
         """The lowest possible score; None where it is unknown."""
         return self.known_lowest if self.lowest is None else self.lowest
+
+    def judges(self, latent: str) -> bool:
+        """Whether it moves a latent of the samples."""
+        return not self.latents or latent in self.latents
 
     def applies_to(self, prompt_set: str) -> bool:
         """Whether it scores the prompts of a set of the mixture."""

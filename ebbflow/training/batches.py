@@ -224,7 +224,8 @@ def build_trajectory_batch(
 
     Args:
         conditioning: a row for each sample, or fewer with ``sample_index``.
-        advantage: [N], or [N, W] where each of the steps has its own.
+        advantage: [N]; [N, W] where each of the steps has its own, [N, 1, K] where each of the
+            latents has.
         keys: of the N samples.
         rows: integer [M], in the order that the batch has them: row n is trained step n % W of
             sample n // W. Default: every row that the correction kept.
@@ -246,7 +247,11 @@ def build_trajectory_batch(
     means = trajectory.means
     steps = trajectory.steps[column].to(device)
     sigmas = trajectory.sigmas.to(device)
-    row_advantage = advantage[sample, column] if advantage.ndim == 2 else advantage[sample]
+    row_advantage = advantage[sample]
+    if advantage.ndim == 2:
+        row_advantage = advantage[sample, column]
+    elif advantage.ndim == 3:  # of each latent, the same at every step
+        row_advantage = advantage[sample, 0]
     old_log_prob = trajectory.log_probs[sample, column].to(device)
     weight = old_log_prob.new_ones(len(rows))
     if trajectory.weight is not None:

@@ -43,7 +43,8 @@ class StepSamples:
         prompts: [N].
         conditioning: one row for each different prompt, on the policy's device.
         sample_index: integer [N], the row of ``conditioning`` of each sample.
-        advantages: [N]; of a tree [N, W], of each trained step.
+        advantages: [N]; of a tree [N, W], of each trained step; where each of K latents has its own
+            [N, 1, K].
         latents: the final ones, [N, ...].
         trajectory: the recorded steps after the rollout correction, where the kind records them.
         velocities: of the rollout with their graphs, where the update goes back through them.
@@ -70,10 +71,15 @@ class StepSamples:
         return self.conditioning.select_rows(torch.from_numpy(self.sample_index[samples]))
 
     def select_advantages(self, samples: np.ndarray) -> Tensor:
-        """Return the advantages of some samples, where the policy is."""
+        """Return the advantages of some samples, [n] or of each of K latents [n, K], where the
+        policy is.
+        """
         import torch
 
-        return torch.from_numpy(self.advantages[samples]).to(self.conditioning.device)
+        advantages = self.advantages[samples]
+        if advantages.ndim == 3:
+            advantages = advantages[:, 0]
+        return torch.from_numpy(advantages).to(self.conditioning.device)
 
 
 class TrainableKind(AlgorithmKind):

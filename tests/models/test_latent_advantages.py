@@ -1,0 +1,198 @@
+"""Advantages of each latent of LTX-2: a reward moves the latents that it judges, and no other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pipeline_cases import SHORT, prompts
+
+from ebbflow.algorithms.advantages import compute_advantages, compute_latent_advantages
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.models.base import predict
+from ebbflow.online.local_workers import open_local_workers
+from ebbflow.online.loop import run_online_stage
+from ebbflow.recipe.base import RecipeError
+from ebbflow.recipe.choices import AdvantagesConfig
+from ebbflow.recipe.latents import list_judges
+from ebbflow.recipe.recipe import Recipe
+from ebbflow.rewards.combine import load_scorer
+from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.training.kinds.base import StepSamples, trainable_kind
+from ebbflow.training.policy import Policy
+from ebbflow.training.update import PolicyUpdater
+from tests.glyph_stages import small_stage
+
+JPEG = [
+    {"name": "jpeg_compressibility", "latents": ["video"]},
+    {"name": "jpeg_incompressibility", "latents": ["sound"]},
+]
+"""Of one picture the one is minus the other, so the advantages of the two latents are opposite."""
+NFT = {"name": "diffusion_nft", "noise_levels": 1}
+GRPO = {"name": "mix_grpo"}
+
+
+def read(rewards, family="ltx2", **stage):
+    model = {"family": family, "path": "models/base", "guidance": 1.0}
+    if family == "ltx2":
+        model["frames"] = 9
+    return Recipe.model_validate(
+        {
+            "model": model,
+            "prompts": {"source": "prompts.txt"},
+            "rewards": rewards,
+            "policy": {"train": "lora", "rank": 4, "alpha": 8},
+            "stages": [small_stage({"kind": "online", "algorithm": NFT, **stage})],
+        }
+    )
+
+
+def test_each_latent_has_the_advantages_of_the_rewards_that_judge_it():
+    scores = {
+        "pictures": np.array([0.0, 1.0, 5.0, 5.0]),
+        "hearing": np.array([3.0, 1.0, 2.0, 6.0]),
+        "both": np.array([1.0, 2.0, 4.0, 0.0]),
+    }
+    weights = {"pictures": 1.5, "hearing": 0.5, "both": 1.0}
+    prompt_ids = np.array([0, 0, 1, 1])
+    config = AdvantagesConfig(std="none")
+    judges = {"video": ["pictures", "both"], "sound": ["hearing", "both"], "text": []}
+    result = compute_latent_advantages(scores, weights, prompt_ids, config, judges)
+    # By hand: the scores less the means of their groups, times the weights, added.
+    video = [1.5 * -0.5 - 0.5, 1.5 * 0.5 + 0.5, 2.0, -2.0]
+    sound = [0.5 * 1.0 - 0.5, 0.5 * -1.0 + 0.5, 0.5 * -2.0 + 2.0, 0.5 * 2.0 - 2.0]
+    assert result.of_latents.dtype == np.float32
+    assert np.allclose(result.of_latents, np.stack([video, sound, [0.0] * 4], 1))
+    assert result.trained.shape == (4, 1, 3)
+    # All others are of all rewards, as without latents.
+    whole = compute_advantages(scores, weights, prompt_ids, config)
+    assert np.array_equal(result.values, whole.values)
+    assert result.metrics == whole.metrics
+
+
+def test_a_sample_without_one_of_its_scores_is_trained_on_no_latent():
+    scores = {"a": np.array([1.0, 2.0, 4.0]), "b": np.array([1.0, np.nan, 3.0])}
+    judges = {"video": ["a"], "sound": ["b"]}
+    result = compute_latent_advantages(
+        scores, {"a": 1.0, "b": 1.0}, np.zeros(3, int), AdvantagesConfig(std="none"), judges
+    )
+    assert result.keep.tolist() == [True, False, True]
+    # Nor does it pull the mean of the reward that it has.
+    assert result.of_latents.tolist() == [[-1.5, -1.0], [0.0, 0.0], [1.5, 1.0]]
+
+
+def test_a_group_is_trained_where_one_latent_alone_has_a_spread():
+    scores = {"a": np.array([1.0, 1.0]), "b": np.array([1.0, 3.0])}
+    judges = {"video": ["a"], "sound": ["b"]}
+    result = compute_latent_advantages(
+        scores, {"a": 1.0, "b": 1.0}, np.zeros(2, int), AdvantagesConfig(std="none"), judges
+    )
+    assert result.keep.tolist() == [True, True]
+    assert result.of_latents.tolist() == [[0.0, -1.0], [0.0, 1.0]]
+
+
+@pytest.fixture
+def begin(open_tiny):
+    """``begin(rewards, **stage)``: the stage in a recipe of LTX-2, and its updater."""
+
+    def start(rewards, **stage):
+        model = open_tiny("ltx2", frames=9, guidance=1.0, max_tokens=16)
+        recipe = read(rewards, **{"group_size": 2, "micro_batch": 4, "drift_alarm": 1e9} | stage)
+        recipe = recipe.model_copy(update={"model": model.config})
+        ctx = StageContext(recipe, 0, 0)
+        policy = Policy(model, recipe.policy, seed=0)
+        for name in ctx.following_copies:
+            policy.ensure_copy(name)
+        return ctx, PolicyUpdater(policy, ctx.config)
+
+    return start
+
+
+@pytest.mark.parametrize("judged", ["video", "sound"])
+def test_a_reward_of_one_latent_has_no_gradient_at_the_other(begin, judged):
+    """At the old policy, where the gradient of NFT is 2 p - 1 times that of the error: 0 of an
+    advantage of 0. Weights of 1 each, so that the advantages alone keep the latents apart.
+    """
+    ctx, updater = begin(JPEG)
+    model = updater.policy.model
+    wanted = prompts("ltx2", SHORT[:2])
+    names = list(model.latent_shape.parts)
+    of_latents = np.zeros((2, 1, 2), np.float32)
+    of_latents[:, 0, names.index(judged)] = [2.0, -1.0]
+    step = StepSamples(
+        updater=updater,
+        keys=SampleKeys(0, [0, 1], [0, 0]),
+        prompts=wanted,
+        conditioning=model.encode_prompts(wanted),
+        sample_index=np.arange(2),
+        advantages=of_latents,
+        latents=torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0)),
+    )
+    batch, _ = trainable_kind("forward").build_batch(step, [np.array([0]), np.array([1])], 1)
+    with torch.no_grad():
+        velocity = predict(model, *batch.inputs.model_arguments(slice(None)))
+    velocity.requires_grad_()
+    loss, _ = updater._compute_loss(batch, slice(None), velocity, {"old": velocity.detach()}, None)
+    (gradient,) = torch.autograd.grad(loss.sum(), velocity)
+    parts = model.latent_shape.slice_parts()
+    (other,) = parts.keys() - {judged}
+    largest = gradient[:, parts[judged]].abs().amax(1)
+    assert (largest > 0).all()
+    # The two halves of the loss cancel up to their rounding.
+    assert (gradient[:, parts[other]].abs().amax(1) < 1e-5 * largest).all()
+
+
+@pytest.mark.parametrize("algorithm", [NFT, GRPO])
+def test_an_online_stage_trains_each_latent_on_its_own_rewards(begin, monkeypatch, algorithm):
+    sampling = {"sampler": {"steps": 3}, "steps": 1, "prompts_per_step": 2, "updates_per_step": 1}
+    if algorithm is GRPO:
+        sampling["window"] = {"size": 2}
+    ctx, updater = begin(JPEG, algorithm=algorithm, **sampling)
+    batches = []
+    update = updater.update_policy
+    monkeypatch.setattr(
+        updater, "update_policy", lambda batch, *rest: batches.append(batch) or update(batch, *rest)
+    )
+    recorder = MetricsRecorder()
+    workers = open_local_workers(ctx, updater, load_scorer(ctx.recipe.rewards, []))
+    run_online_stage(ctx, workers, prompts("ltx2", SHORT[:2]), recorder)
+    (metrics,) = recorder.metrics_rows
+    assert metrics["grad_norm"] > 0
+    (batch,) = batches
+    # The two rewards of a picture add up to 0, and so do the advantages of all of a sample.
+    assert metrics["reward/std"] == pytest.approx(0, abs=1e-9)
+    video, sound = batch.advantage.unbind(1)
+    assert video.abs().min() > 0
+    assert torch.allclose(video, -sound, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "changes", "message"),
+    [
+        ([{**JPEG[0], "latents": ["audio"]}], {}, "names 'audio', and .* has video, sound"),
+        (JPEG, {"family": "sd3"}, "'sd3' is one latent; leave latents out"),
+        (
+            JPEG[:1],
+            {},
+            "none judges the latent sound; .* or set stages.0.latent_weights.sound to 0",
+        ),
+        (JPEG, {"kind": "offline"}, "stages.0.kind: .* set kind: online"),
+        (JPEG, {"algorithm": {"name": "refl"}}, "refl has one loss of the whole sample"),
+        (JPEG, {"advantages": {"running": True}}, r"advantages\.running: .* leave it out"),
+        (JPEG, {"algorithm": {"name": "branch_grpo"}}, "tree: .* leave 'tree' out"),
+    ],
+)
+def test_a_recipe_rejects_rewards_of_latents_that_nothing_can_train(rewards, changes, message):
+    with pytest.raises(RecipeError, match=message):
+        read(rewards, **changes)
+
+
+def test_judges_are_listed_only_where_a_reward_names_latents():
+    both = {"name": "jpeg_compressibility"}
+    assert list_judges(read([both]).rewards, read([both]).model) == {}
+    recipe = read([JPEG[0], {"name": "jpeg_incompressibility"}])
+    assert list_judges(recipe.rewards, recipe.model) == {
+        "video": ["jpeg_compressibility", "jpeg_incompressibility"],
+        "sound": ["jpeg_incompressibility"],
+    }
+    read(JPEG[:1], latent_weights={"sound": 0})
