@@ -282,7 +282,7 @@ def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recip
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp("tiny") / family
             build_tiny(family, folders[family])
-        height, width = TINY_SIZES[family]
+        height, width = TINY_SIZES.get(family, (64, 64))
         base = {"family": family, "path": str(folders[family]), "height": height, "width": width}
         stages = {
             "stages": [

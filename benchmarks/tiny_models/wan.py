@@ -14,7 +14,8 @@ def build_wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) 
     transformer = WanTransformer3DModel(
         num_layers=2,
         num_attention_heads=2,
-        attention_head_dim=16,
+        # as of 128, a third is twice a sixth: vLLM-Omni splits rotary positions into such thirds
+        attention_head_dim=12,
         in_channels=vae.config.z_dim,
         out_channels=vae.config.z_dim,
         text_dim=32,

@@ -22,7 +22,7 @@ from ebbflow.rollouts.vllm_omni import EngineError, VllmOmni
 
 FAMILIES = ["sd3", "qwen_image"]
 """With classifier-free guidance."""
-ALL_FAMILIES = [*FAMILIES, "flux"]
+ALL_FAMILIES = [*FAMILIES, "flux", "flux2", "z_image", "wan", "qwen_image_edit"]
 SDE = SamplerConfig(name="flow_sde", steps=6)
 START = Plan((0, 1), (0, 1))
 MIDDLE = Plan((2, 3), (2, 3), 0.5)
@@ -163,7 +163,6 @@ SIDES = {"A": (4, 32), "B": (32, 4)}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_weights_must_be_whole(both, family):
-    """Ends the engine, so it comes after every test that uses it."""
     both = both(family, "full")
     weights = {name: parameter.detach() for name, parameter in both.policy.parameters.items()}
     del weights["transformer_blocks.0.attn.to_k.weight"]
@@ -174,7 +173,6 @@ def test_full_weights_must_be_whole(both, family):
 
 
 def test_a_killed_engine_is_told_with_its_exit_code(both):
-    """Ends the engine, so it comes after every test that uses it."""
     both = both("qwen_image", "lora")
     both.engine._process.kill()
     with pytest.raises(EngineError, match="generate: .*exit code -9"):

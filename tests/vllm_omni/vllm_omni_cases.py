@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.stage import StageContext
@@ -37,9 +40,13 @@ class Both:
 
     @property
     def conditioning(self) -> Conditioning:
+        images: list[bytes | None] = [None] * len(TEXTS)
+        if FAMILIES[self.ctx.recipe.model.family].edits_images:
+            pixels = np.random.default_rng(0).integers(0, 256, (len(TEXTS), 64, 64, 3), np.uint8)
+            images = list(encode_pngs(pixels))
         prompts = [
-            Prompt(index, text, "blurry, low quality", None, "test", "train", "{}")
-            for index, text in enumerate(TEXTS)
+            Prompt(index, text, "blurry, low quality", None, "test", "train", "{}", image)
+            for index, (text, image) in enumerate(zip(TEXTS, images, strict=True))
         ]
         return self.policy.model.encode_prompts(prompts)
 

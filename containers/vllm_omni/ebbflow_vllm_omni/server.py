@@ -40,10 +40,11 @@ class Engine:
         if header["deterministic"]:
             use_deterministic_kernels()
         config = ModelConfig.model_validate(header["model"])
+        name = load_adapter(config.family).pipeline_class.__name__
         # Ours are images already, with more beside them than the library's own function takes.
-        registry._DIFFUSION_POST_PROCESS_FUNCS.pop(
-            load_adapter(config.family).pipeline_class.__name__, None
-        )
+        registry._DIFFUSION_POST_PROCESS_FUNCS.pop(name, None)
+        # Images to edit arrive encoded with the task; the library's function wants them as files.
+        registry._DIFFUSION_PRE_PROCESS_FUNCS.pop(name, None)
         self.omni = Omni(
             model=header["base"],
             dtype=str(DTYPES[config.precision]).removeprefix("torch."),
