@@ -104,8 +104,8 @@ class DeploymentConfig(Strict):
     over the nodes (HSDP); replicated: each process holds all of it, and only gradients travel.
     """
     train_context_parallel: AtLeastOne = 1
-    """Processes of a node that share the tokens of each sample in training, for latents whose
-    activations do not fit one GPU.
+    """Processes of a node that share the tokens of each sample in offline training and in online
+    stages with ``placement: colocated``, for latents whose activations do not fit one GPU.
     """
     image_registry: str | None = None
     """Registry of the CPU image (tasks/images.py), which Flyte then builds when you register;

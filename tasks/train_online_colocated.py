@@ -14,7 +14,7 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch_anchor, fetch_artifact_once, fetch_once_per_machine, open_checkpoints
-from tasks.resources import count_replicas, training_group_resources
+from tasks.resources import DEPLOYMENT, count_replicas, training_group_resources
 from tasks.training_group import join_training_group
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -76,6 +76,11 @@ def train_stage_in_group(
         checkpoints = open_checkpoints(run, ctx, ranks.rank, ranks.local_rank)
         starting = member.wait_for_inputs()
         record = train_online_folder(
-            ctx, folders, member.recorder, checkpoints=checkpoints, replicas=count_replicas(ranks)
+            ctx,
+            folders,
+            member.recorder,
+            checkpoints=checkpoints,
+            replicas=count_replicas(ranks),
+            context_parallel=DEPLOYMENT.train_context_parallel,
         )
         return member.finish_stage(policy, record, starting)

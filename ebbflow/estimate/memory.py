@@ -142,9 +142,10 @@ def estimate_stage_memory(
             memory_by_process[f"{label} rewards"] = Memory(others=memory.reward_network_bytes(ctx))
         else:
             num_equal = processes if ctx.online_config.placement == "colocated" else 1
-            memory_by_process[f"{label} training"] = memory.equal_process_memory(
-                ctx, num_equal, min(shards or processes, num_equal)
-            )
+            sharing = context_parallel if num_equal > 1 else 1
+            memory_by_process[f"{label} training"] = memory.share_tokens(
+                sharing
+            ).equal_process_memory(ctx, num_equal // sharing, min(shards or processes, num_equal))
     return memory_by_process
 
 
@@ -162,6 +163,11 @@ class ProcessMemory:
     sample: SampleSize
     trained: int
     adapted: int
+
+    def share_tokens(self, context_parallel: int) -> ProcessMemory:
+        """Return the memory of processes of which so many share the tokens of each sample."""
+        tokens = math.ceil(self.sample.tokens / context_parallel)
+        return replace(self, sample=replace(self.sample, tokens=tokens))
 
     @property
     def prompt_bytes(self) -> int:
@@ -307,7 +313,7 @@ class ProcessMemory:
 
     def equal_process_memory(self, ctx: StageContext, processes: int, shards: int) -> Memory:
         """Return the memory of a process in which rollouts, rewards and training take turns, one of
-        several that share the samples of a step.
+        several that share the samples of a step; processes that share tokens count as one.
         """
         training = self.online_rank_memory(ctx, processes, shards, shares_samples=True)
         config = ctx.online_config

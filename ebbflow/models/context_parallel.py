@@ -17,9 +17,15 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch.distributed.device_mesh import DeviceMesh
 
 from ebbflow.models.base import Model, ModelError, device_of
+from ebbflow.models.editing import EditsImages
 from ebbflow.models.pipeline import PipelineModel
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.stages import OfflineStageConfig
+from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
+
+ATTENTION_TO_TEXT = "attn2"
+"""End of the names of a network's layers of attention to text that does not go through the blocks,
+in all networks of diffusers with such a text.
+"""
 
 
 def share_tokens(model: Model, mesh: DeviceMesh) -> None:
@@ -36,11 +42,13 @@ def share_tokens(model: Model, mesh: DeviceMesh) -> None:
     parallel.setup(dist.get_rank(), dist.get_world_size(), device_of(model), mesh=mesh)
     for processor in _attention_processors(model):
         processor._parallel_config = parallel
-    apply_context_parallel(model.transformer, config, model.transformer._cp_plan)
+    adapter = cast("PipelineModel", model)
+    for network in adapter.list_networks():
+        apply_context_parallel(network, config, adapter.plan_shared_tokens(network))
     # A family that does not fix the length of its prompts pads them to a multiple of the ranks, or
     # the tokens of a prompt could not be divided among them.
-    if isinstance(model, PipelineModel) and model.text_multiple:
-        model.text_multiple = config.ulysses_degree
+    if adapter.text_multiple:
+        adapter.text_multiple = config.ulysses_degree
 
 
 def require_shareable_family(family: Any, config: ModelConfig, ranks: int) -> None:
@@ -52,10 +60,17 @@ def require_shareable_family(family: Any, config: ModelConfig, ranks: int) -> No
     """
     asked = f"train_context_parallel = {ranks}"
     if not (issubclass(family, PipelineModel) and family.shares_tokens):
-        name = family.__name__
+        reason = "diffusers has no plan of its network for it"
+        if issubclass(family, EditsImages):
+            reason = "the images that it edits have any number of tokens"
+        elif getattr(family, "sound_parts", ()):
+            # Ulysses' backward pass takes as many keys as queries (diffusers 0.42.1,
+            # TemplatedUlyssesAttention), and diffusers' plan leaves the sound whole: it would
+            # attend to the process's own part of the video.
+            reason = "its video and its sound have other numbers of tokens"
         raise ModelError(
-            f"{asked}: the tokens of {name} cannot be shared; leave it out of the deployment, or"
-            " take a family of docs/nodes.md"
+            f"{asked}: the tokens of {family.__name__} cannot be shared, as {reason}; leave it out"
+            " of the deployment, or take a family of docs/nodes.md"
         )
     if config.compile == "blocks":
         raise ModelError(
@@ -64,12 +79,21 @@ def require_shareable_family(family: Any, config: ModelConfig, ranks: int) -> No
         )
 
 
-def require_one_size(stage: OfflineStageConfig, ranks: int) -> None:
-    """Check that a stage, whose processes share the tokens of a sample, has samples of one size.
+def require_shareable_stage(stage: StageConfig, ranks: int) -> None:
+    """Check that the processes of an offline or a colocated stage can share the tokens of a sample,
+    as far as the stage says it: its samples have one size, and its rollouts no cache.
 
     Raises:
-        ModelError: it has several.
+        ModelError: they cannot.
     """
+    if ranks > 1 and isinstance(stage, OnlineStageConfig) and stage.rollout_cache:
+        # A cache looks at the tokens that a rank has, and a rank that skips blocks would leave the
+        # others alone in the attention of these blocks.
+        raise ModelError(
+            f"train_context_parallel = {ranks}: each process would decide by its own tokens when"
+            f" rollout_cache.name = {stage.rollout_cache.name!r} skips blocks; leave one of them"
+            " out"
+        )
     captioned = stage.captioned_data  # the stage's own, or its anchor's
     if ranks > 1 and (stage.sizes or (captioned and captioned.buckets)):
         raise ModelError(
@@ -102,7 +126,7 @@ def require_shareable_tokens(model: Model, ranks: int) -> None:
             f"{asked}: attention {getattr(backend, 'value', backend)!r} cannot share tokens; set"
             " model.attention to native"
         )
-    heads = model.transformer.config.num_attention_heads
+    heads = adapter.list_networks()[0].config.num_attention_heads
     tokens = adapter.count_tokens()
     counts = {"attention heads": heads, "tokens of the latents": tokens.image}
     # Text that is only attended to is whole on every rank; text_multiple pads the rest.
@@ -111,12 +135,20 @@ def require_shareable_tokens(model: Model, ranks: int) -> None:
     for what, count in counts.items():
         if count % ranks:
             raise ModelError(
-                f"{asked} does not divide the {count} {what}; take a divisor, or another size or"
-                " model.max_tokens"
+                f"{asked} does not divide the {count} {what}; take a divisor, or another size,"
+                " model.frames or model.max_tokens"
             )
 
 
 def _attention_processors(model: Model) -> list[Any]:
-    """The processors of the attention layers that can compute with other ranks."""
-    processors = (getattr(module, "processor", None) for module in model.transformer.modules())
+    """The processors of the attention layers that compute with other ranks."""
+    # Text that is only attended to is whole on every rank: there each rank has all that its tokens
+    # attend to.
+    joint = cast("PipelineModel", model).count_tokens().joint
+    processors = [
+        getattr(module, "processor", None)
+        for network in cast("PipelineModel", model).list_networks()
+        for name, module in network.named_modules()
+        if joint or not name.endswith(ATTENTION_TO_TEXT)
+    ]
     return [processor for processor in processors if hasattr(processor, "_parallel_config")]

@@ -220,6 +220,22 @@ class PipelineModel(ReadsPipeline):
         shape = get_picture_shape(self.latent_shape)
         return Tokens(image=math.prod(shape[1:]) // 4, text=self.max_tokens)
 
+    def list_networks(self) -> list[Any]:
+        """List the networks that denoise, trained or not."""
+        return [getattr(self.pipeline, part) for part in self.networks]
+
+    def plan_shared_tokens(self, network: Any) -> dict[str, Any]:
+        """Return which inputs of a network, and of its modules, processes that share tokens divide,
+        and which outputs they gather: diffusers' plan of the network, without text that is only
+        attended to.
+        """
+        plan: dict[str, Any] = dict(network._cp_plan)
+        if not self.count_tokens().joint and "" in plan:
+            plan[""] = {
+                name: split for name, split in plan[""].items() if not name.startswith("encoder_")
+            }
+        return plan
+
     def token_widths(self) -> tuple[int, int]:
         """The width of a token in the blocks, and of an encoded token of a prompt."""
         config = self.transformer.config

@@ -23,8 +23,8 @@ from ebbflow.flow.latents import get_picture_shape
 from ebbflow.models import check_folder, load_model
 from ebbflow.models.base import is_trainable
 from ebbflow.models.context_parallel import (
-    require_one_size,
     require_shareable_family,
+    require_shareable_stage,
     require_shareable_tokens,
 )
 from ebbflow.models.families import load_adapter
@@ -34,6 +34,7 @@ from ebbflow.models.published import Part, Published
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.stages import is_trained_in_group
 
 DECODED_SIDE = 32
 """Large enough that the borders do not matter, small enough that the attention of the VAE,
@@ -144,8 +145,8 @@ def check_size(model: ModelConfig) -> None:
 
 
 def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
-    """Check that so many processes can share the tokens of a sample in the offline stages
-    (``models.context_parallel``).
+    """Check that so many processes can share the tokens of a sample in the stages that a group of
+    processes runs: offline and colocated ones (``models.context_parallel``).
 
     Of a model that nothing is known of, and of a user's own family, it checks no numbers of heads
     and tokens.
@@ -153,11 +154,11 @@ def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
     Raises:
         ModelError: they cannot.
     """
-    stages = [stage for stage in recipe.stages if stage.kind == "offline"]
+    stages = [stage for stage in recipe.stages if is_trained_in_group(stage)]
     if ranks == 1 or not stages:
         return
     for stage in stages:
-        require_one_size(stage, ranks)
+        require_shareable_stage(stage, ranks)
     require_shareable_family(load_adapter(recipe.model.family), recipe.model, ranks)
     if recipe.model.family in FAMILIES:
         adapter = build_meta_adapter(recipe.model)

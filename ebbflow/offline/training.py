@@ -14,7 +14,7 @@ from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Model
 from ebbflow.models.base import generate_in_size
-from ebbflow.models.context_parallel import require_one_size
+from ebbflow.models.context_parallel import require_shareable_stage
 from ebbflow.offline.anchor import open_anchor
 from ebbflow.offline.batches import (
     BatchPart,
@@ -163,7 +163,7 @@ def train_offline_folder(
     Raises:
         ModelError: tokens cannot be shared in such a model or stage.
     """
-    require_one_size(ctx.offline_config, context_parallel)
+    require_shareable_stage(ctx.offline_config, context_parallel)
     with handle_sigterm():
         ranks = Ranks.current()
         enter_phase("loading the policy")

@@ -7,6 +7,10 @@ same numbers: the requests of a step are dealt out, and what every rank needs to
 them, but for the few that another rank trains on (``SampleExchange``). A request is the same as in
 one process, so its samples are, too, to the last bit.
 
+Ranks that share the tokens of a sample (``context_parallel``) have the same requests, samples and
+rows to train on, and the first of them scores. Another split of the attention rounds in another
+way, so their samples are those of one process up to rounding.
+
 Ranks meet in collectives, which they must enter in the same order: the loop's own coroutine enters
 them, and no task that runs beside it.
 """
@@ -18,6 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +45,7 @@ from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
 from ebbflow.online.sample_exchange import RankValue, SampleExchange
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageError, StageWorkers
-from ebbflow.rewards.combine import Scorer
+from ebbflow.rewards.combine import Scorer, ScoreTable
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
@@ -68,7 +73,7 @@ class ColocatedTrainingWorker(TrainingWorker):
         return replace(report, spans=spans)
 
     def join_step(self, rollouts: Sequence[RankValue]) -> tuple[Rollouts, SampleExchange | None]:
-        exchange = SampleExchange(rollouts)
+        exchange = SampleExchange(rollouts, self.updater.policy.context_parallel)
         return exchange.rollouts, exchange
 
 
@@ -80,12 +85,13 @@ class ColocatedWorkers(LocalWorkers):
     def __init__(self, trainer: TrainingWorker, scorer: Scorer) -> None:
         super().__init__(trainer, scorer, index=trainer.rank)
         self.ranks = Ranks.current()
+        self.context_parallel = trainer.updater.policy.context_parallel
 
     async def fetch_value(self, handle: Handle) -> Any:
         """As the protocol, on every rank; all of them ask."""
         if not isinstance(handle, RankValue):
             return handle
-        return broadcast_object(handle.value, handle.owner)
+        return broadcast_object(handle.value, handle.owner * self.context_parallel)
 
     async def save_checkpoint(self, folder: Path) -> None:
         """Write this rank's part, and bring those of other machines to that of rank 0."""
@@ -114,8 +120,11 @@ class ColocatedQueue(RolloutQueue):
     ) -> None:
         super().__init__(ctx, workers, sampler, embeddings, first_step)
         self.ranks = workers.ranks
+        self.row_ranks = self.ranks.row_ranks(workers.context_parallel)
         self.num_processes = self.ranks.world
         self.writes_files = self.ranks.rank == 0
+        # Ranks that share the tokens of a sample all have it, and one of them scores it.
+        self.scores_samples = self.ranks.rank % workers.context_parallel == 0
         self._gathered: set[int] = set()
         # Requests that other ranks have and this one has not: see ``_go_through_idle_requests``.
         self._idle_requests: list[RolloutRequest] = []
@@ -123,12 +132,27 @@ class ColocatedQueue(RolloutQueue):
 
     @property
     def max_requests_at_once(self) -> int:
-        return super().max_requests_at_once * self.ranks.world
+        return super().max_requests_at_once * self.row_ranks.world
 
     async def start_rollouts(self) -> None:
         with self.workers.keep_gathered():
             await super().start_rollouts()
             self._go_through_idle_requests()
+
+    async def generate_and_score(
+        self,
+        request: RolloutRequest,
+        weights: Callable[[], WeightsVersion],
+        with_guards: bool = False,
+    ) -> ScoredRollouts:
+        if self.scores_samples:
+            return await super().generate_and_score(request, weights, with_guards)
+        rollouts, images, report = await self.generate_request(request, weights)
+        # ``_gather_parts`` puts the scores of the rank that has them in place of these.
+        scores = ScoreTable.create_failed(
+            len(request), list(self.workers.reward_weights), "another rank scores this request"
+        )
+        return ScoredRollouts(request, rollouts, images, report, scores, report.spans, {})
 
     async def generate_request(
         self, request: RolloutRequest, weights: Callable[[], WeightsVersion]
@@ -169,7 +193,7 @@ class ColocatedQueue(RolloutQueue):
                     self.generate_and_score(request, lambda: weights, with_guards)
                 )
                 for request, owner in zip(requests, owners, strict=True)
-                if owner == self.ranks.rank
+                if owner == self.row_ranks.rank
             ]
             self._note_idle_requests(requests)
             # One turn of the event loop, in which the worker of this process generates them all
@@ -187,7 +211,7 @@ class ColocatedQueue(RolloutQueue):
         loop = asyncio.get_running_loop()
         return [
             self._start_request(request, weights)
-            if owner == self.ranks.rank
+            if owner == self.row_ranks.rank
             # Of another rank: ``_gather_step`` puts the result in its place.
             else loop.create_future()
             for request, owner in zip(requests, owners, strict=True)
@@ -210,12 +234,15 @@ class ColocatedQueue(RolloutQueue):
 
     def _note_idle_requests(self, requests: Sequence[RolloutRequest]) -> None:
         owners = self._deal_requests(len(requests))
-        num_idle = math.ceil(len(requests) / self.ranks.world) - owners.count(self.ranks.rank)
+        largest = math.ceil(len(requests) / self.row_ranks.world)
+        num_idle = largest - owners.count(self.row_ranks.rank)
         self._idle_requests += [requests[0]] * num_idle
 
     def _deal_requests(self, count: int) -> list[int]:
-        """Deal out requests in runs of about as many: the rank of each."""
-        shares = np.array_split(np.arange(count), self.ranks.world)
+        """Deal out requests in runs of about as many: the rank of each, where ranks that share
+        tokens are one.
+        """
+        shares = np.array_split(np.arange(count), self.row_ranks.world)
         return [rank for rank, share in enumerate(shares) for _ in share]
 
     async def _gather_step(self, step: StepInFlight) -> None:
@@ -227,7 +254,7 @@ class ColocatedQueue(RolloutQueue):
             [
                 task
                 for task, owner in zip(step.tasks, owners, strict=True)
-                if owner == self.ranks.rank
+                if owner == self.row_ranks.rank
             ],
             step.step,
         )
@@ -281,18 +308,20 @@ class ColocatedQueue(RolloutQueue):
         are.
         """
         sent = [(part.report, part.scores, part.spans, part.statistics) for part in own]
+        gathered = gather_objects(sent)
+        for rank, others in enumerate(gathered):
+            if rank != self.ranks.rank:  # the queue has the spans of its own requests already
+                self.spans += [span for _, _, spans, _ in others for span in spans]
         # Ranks have requests in runs, so one list after another is in the order of the requests.
-        gathered = [known for part in gather_objects(sent) for known in part]
+        # Of the ranks that share tokens the first has scored them.
+        scored = gathered[:: self.workers.context_parallel]
         values = iter(own)
         parts = []
-        for request, owner, known in zip(requests, owners, gathered, strict=True):
+        for request, owner, known in zip(requests, owners, chain(*scored), strict=True):
             report, scores, spans, statistics = known
-            part = next(values) if owner == self.ranks.rank else None
+            part = next(values) if owner == self.row_ranks.rank else None
             rollouts = RankValue(owner, len(request), part.rollouts if part else None)
             images = RankValue(owner, len(request), part.images if part else None)
-            if part is None:
-                # The queue has the spans of its own requests already.
-                self.spans += spans
             parts.append(
                 ScoredRollouts(request, rollouts, images, report, scores, spans, statistics)
             )

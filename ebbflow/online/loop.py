@@ -29,6 +29,7 @@ from ebbflow.algorithms.advantages import (
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.extras import require
+from ebbflow.models.context_parallel import require_shareable_stage
 from ebbflow.offline.anchor import open_anchor
 from ebbflow.online.colocated import ColocatedTrainingWorker, ColocatedWorkers, open_queue
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
@@ -70,6 +71,7 @@ def train_online_folder(
     actors: ActorFolders | None = None,
     checkpoints: Checkpoints | None = None,
     replicas: int = 1,
+    context_parallel: int = 1,
 ) -> StageRecord:
     """Run the stage on the policy of ``folders.policy`` and leave the trained one at
     ``folders.output``.
@@ -78,18 +80,21 @@ def train_online_folder(
         actors: where workers under ``placement: ray`` find what they load; by default at the paths
             of ``folders`` on every machine.
         checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
-        replicas: of the model, as of ``Policy``, under ``placement: colocated``.
+        replicas, context_parallel: as of ``Policy``, under ``placement: colocated``.
 
     Raises:
+        ModelError: the tokens of a sample cannot be shared.
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
+    require_shareable_stage(ctx.online_config, context_parallel)
     if checkpoints and ctx.online_config.placement == "colocated":
         checkpoints = GroupCheckpoints.of_group(checkpoints)
     validation = read_validation_prompts(ctx, folders.prompts)
     training = read_prompts(folders.prompts, "train")
     # Models take minutes to load, so a SIGTERM counts from here on. Workers are closed after an
     # error, too: Ray actors would keep their GPUs.
-    with handle_sigterm(), closing(open_workers(ctx, folders, actors, replicas)) as workers:
+    opened = open_workers(ctx, folders, actors, replicas, context_parallel)
+    with handle_sigterm(), closing(opened) as workers:
         metadata = read_policy_metadata(folders.policy)
         state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
@@ -112,6 +117,7 @@ def open_workers(
     folders: StageFolders,
     actors: ActorFolders | None = None,
     replicas: int = 1,
+    context_parallel: int = 1,
 ) -> StageWorkers:
     """Open the stage's workers, on the policy of ``folders.policy``."""
     if ctx.online_config.placement == "ray":
@@ -124,7 +130,13 @@ def open_workers(
         return RayWorkers(ctx, actors or same_paths)
     ranks = Ranks.current()
     policy, metadata = load_policy(
-        ctx, folders.base, folders.policy, folders.teachers, ranks.world > 1, replicas
+        ctx,
+        folders.base,
+        folders.policy,
+        folders.teachers,
+        ranks.world > 1,
+        replicas,
+        context_parallel,
     )
     # Only validations score guardrails; without one their networks need no memory.
     guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()

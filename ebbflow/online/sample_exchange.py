@@ -27,10 +27,14 @@ SHARED = ("sigmas", "steps")
 
 @dataclass(frozen=True)
 class RankValue:
-    """A value that lies on one rank; on the others there is no more than the place.
+    """A value that lies on one rank, or on all that share its tokens; on the others there is no
+    more than the place.
 
     Example: the images of a request of 16 samples that rank 2 generated are
     ``RankValue(2, 16, images)`` there and ``RankValue(2, 16, None)`` on all other ranks.
+
+    Attributes:
+        owner: number of the rank among those with rows of their own (``Policy.row_ranks``).
     """
 
     owner: int
@@ -46,15 +50,21 @@ class SampleExchange:
         exchange.owners  # [0, 0, 1, 1]
         exchange.bring([np.array([0]), np.array([1, 2, 3])])  # sends sample 1 from rank 0 to rank 1
 
+    Ranks that share tokens hold the same samples and count as one here.
+
     Attributes:
         owners: the rank that generated each sample, integer [N].
         rollouts: rows of samples that are not here have no defined content, but for log-probs,
             which every rank has.
     """
 
-    def __init__(self, handles: Sequence[RankValue]) -> None:
-        """``handles``: the rollouts of each request of the step, as ``Rollouts``."""
-        self.ranks = Ranks.current()
+    def __init__(self, handles: Sequence[RankValue], context_parallel: int = 1) -> None:
+        """Args:
+        handles: the rollouts of each request of the step, as ``Rollouts``.
+        context_parallel: as of ``Policy``.
+        """
+        self.context_parallel = context_parallel
+        self.ranks = Ranks.current().row_ranks(context_parallel)
         self.owners = np.repeat(
             [handle.owner for handle in handles], [handle.num_samples for handle in handles]
         )
@@ -91,16 +101,18 @@ class SampleExchange:
             is sent.
         """
         pending: list[tuple[dist.Work, Tensor | None, Tensor, Tensor]] = []
+        # Of the ranks that share tokens each sends to the one in its place.
+        place = Ranks.current().rank % self.context_parallel
         # Tensors have the same order on both sides, so a number marks which one a message is of.
         for tag, tensor in enumerate(self._list_tensors()):
             if self.ranks.rank == sender:
                 sent = tensor[rows].contiguous()
-                work = dist.isend(sent, receiver, tag=tag)
+                work = dist.isend(sent, receiver * self.context_parallel + place, tag=tag)
                 assert work is not None
                 pending.append((work, None, rows, sent))
             elif self.ranks.rank == receiver:
                 arrived = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype)
-                work = dist.irecv(arrived, sender, tag=tag)
+                work = dist.irecv(arrived, sender * self.context_parallel + place, tag=tag)
                 assert work is not None
                 pending.append((work, tensor, rows, arrived))
         return pending
@@ -130,7 +142,7 @@ class SampleExchange:
                     if name not in (*SHARED, "log_probs")
                 },
             }
-        )
+        )[:: self.context_parallel]
         # A rank may have generated nothing: the first sample's owner knows the shapes.
         known = gathered[int(self.owners[0])]
         rollouts = Rollouts(self._allocate(*known["latents"]), None)

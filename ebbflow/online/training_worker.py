@@ -290,7 +290,7 @@ def _train_on_samples(
     """
     updater = samples.updater
     kind = trainable_kind(updater.hyper.kind)
-    ranks = Ranks.current()
+    ranks = updater.policy.row_ranks
     prompt_sets = {prompt.prompt_id: prompt.source for prompt in samples.prompts}
     updates: list[dict[str, float]] = []
     for selected in _split_groups_over_updates(ctx, samples, advantages, step):

@@ -71,8 +71,10 @@ class FakeScore:
                 errors = average_over_latents(miss**2, self.latents)
                 policy.set_gradient_reduction(part == slices[-1])
                 # The mean over all rows of all processes; FSDP averages over processes, which the
-                # world size undoes (as in ``PolicyUpdater``).
-                (errors.sum() * (Ranks.current().world / total)).backward()
+                # world size undoes, and those that share tokens have all counted the row (as in
+                # ``PolicyUpdater``).
+                weight = Ranks.current().world * policy.context_parallel / total
+                (errors.sum() * weight).backward()
                 if part == slices[-1]:
                     policy.average_gradients()
                 row_errors.append(errors.detach())

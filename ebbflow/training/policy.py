@@ -138,6 +138,11 @@ class Policy:
         # untouched weights, or adapters whose product is zero.
         self.snapshot_copy("reference")
 
+    @property
+    def row_ranks(self) -> Ranks:
+        """This process among those with rows of their own: ranks that share tokens are one."""
+        return Ranks.current().row_ranks(self.context_parallel)
+
     def ensure_copy(self, name: str) -> None:
         """Start a copy at the current parameters unless the loaded policy brought it along."""
         if name not in self.copies:

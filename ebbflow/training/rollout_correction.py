@@ -25,7 +25,6 @@ from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.training.batches import TrajectoryBatch, build_trajectory_batch
-from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 
@@ -55,7 +54,7 @@ def apply_rollout_correction(
     if correction is None:
         return trajectory, {}
 
-    ranks = Ranks.current()
+    ranks = updater.policy.row_ranks
     num_samples = len(keys)
     num_steps = len(trajectory.steps)
     my_samples = list_predicted_samples(num_samples, ranks.world)[ranks.rank]
@@ -70,7 +69,7 @@ def apply_rollout_correction(
         sample_index,
     )
     mean, log_prob = _predict_log_probs(updater.policy, batch, stage.pass_size)
-    log_prob = _gather_over_ranks(log_prob, trajectory.log_probs)
+    log_prob = _gather_over_ranks(updater.policy, log_prob, trajectory.log_probs)
 
     # Of the MEAN over the D elements of a sample; the correction knows what that means for ratios.
     # One weight for all latents of a sample: they were generated together.
@@ -88,7 +87,9 @@ def apply_rollout_correction(
         return replace(trajectory, weight=weight, keep=keep), metrics
     corrected = replace(trajectory, log_probs=log_prob, weight=weight, keep=keep)
     if trajectory.means is not None:
-        corrected = replace(corrected, means=_gather_over_ranks(mean, trajectory.means))
+        corrected = replace(
+            corrected, means=_gather_over_ranks(updater.policy, mean, trajectory.means)
+        )
     return corrected, metrics
 
 
@@ -120,16 +121,17 @@ def _predict_log_probs(
     return torch.cat(means), torch.cat(log_probs)
 
 
-def _gather_over_ranks(mine: Tensor, like: Tensor) -> Tensor:
+def _gather_over_ranks(policy: Policy, mine: Tensor, like: Tensor) -> Tensor:
     """Return what all processes predicted for their rows, [N W, ...], in the shape [N, W, ...] of
     ``like`` and where it is.
     """
-    ranks = Ranks.current()
+    ranks = policy.row_ranks
     parts = []
     # One share at a time: a gather into a list would hold all of them on the device.
     for rank in range(ranks.world):
         part = mine if rank == ranks.rank else torch.empty_like(mine)
         if ranks.world > 1:
-            dist.broadcast(part, rank)
+            # Ranks that share tokens have the same predictions; the first of them sends.
+            dist.broadcast(part, rank * policy.context_parallel)
         parts.append(part.to(like.device))
     return torch.cat(parts)[: like.shape[:2].numel()].view_as(like)

@@ -566,6 +566,25 @@ def test_processes_that_share_tokens_have_a_share_of_the_activations_of_more_sam
     assert alone.items() <= shared.memory.items()
 
 
+def test_colocated_processes_that_share_tokens_have_a_share_of_them(make_recipe):
+    stage = {"placement": "colocated", "prompts_per_step": 8}
+    recipe = make_recipe(online=stage)
+    four, shared = (estimate_recipe(recipe, 4, context_parallel=count) for count in (1, 2))
+    memory, other = (made.memory["1.1 online training"] for made in (four, shared))
+    # A pass of training needs more than one of rollouts here, and all of it is of tokens.
+    assert other.activations == pytest.approx(memory.activations / 2, rel=0.01)
+    assert other.samples == 2 * memory.samples
+    assert dataclasses.replace(other, activations=0, samples=0) == dataclasses.replace(
+        memory, activations=0, samples=0
+    )
+    # An online stage in one process shares nothing.
+    alone = make_recipe(online={"prompts_per_step": 8})
+    assert (
+        estimate_recipe(alone, 4, context_parallel=2).memory["1.1 online training"]
+        == estimate_recipe(alone, 4).memory["1.1 online training"]
+    )
+
+
 def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe):
     """FSDP2 shards the trained one alone."""
     stages = [

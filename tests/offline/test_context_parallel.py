@@ -28,9 +28,9 @@ from tests.two_processes import as_two_ranks
 
 LATER = [
     pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in ("wan", "qwen_image", "flux2_klein", "flux2")
+    for name in ("wan", "qwen_image", "flux2_klein", "flux2", "wan_a14b", "ltx_video")
 ]
-"""Of the families, those whose network is not FLUX's."""
+"""Families that share tokens and take text alone; that of each other network once."""
 STAGE = {
     "kind": "offline",
     "algorithm": {"name": "diffusion_nft", "noise_levels": 1},
@@ -132,7 +132,7 @@ def test_ranks_that_share_tokens_have_one_number_among_those_with_rows():
             "sd3",
             {},
             2,
-            "train_context_parallel = 2: the tokens of SD3Model cannot be shared; leave it out",
+            "train_context_parallel = 2: the tokens of SD3Model cannot be shared, as",
         ),
         (
             "flux",
@@ -144,7 +144,7 @@ def test_ranks_that_share_tokens_have_one_number_among_those_with_rows():
             "flux",
             {"max_tokens": 33},
             2,
-            "does not divide the 33 tokens of a prompt; take a divisor, or another size or",
+            "does not divide the 33 tokens of a prompt; take a divisor, or another size,",
         ),
         ("wan", {"height": 32, "width": 96}, 2, "does not divide the 3 tokens of the latents"),
     ],
@@ -195,8 +195,8 @@ OFFLINE = [{"kind": "online"}, {"kind": "offline"}]
             OFFLINE,
             2,
             (
-                "the tokens of SD3Model cannot be shared; leave it out of the deployment, or take a"
-                " family of"
+                "the tokens of SD3Model cannot be shared, as diffusers has no plan of"
+                " its network for it; leave it out of the deployment, or take a family of"
             ),
         ),
         (

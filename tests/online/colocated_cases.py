@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.schema import PROMPTS
@@ -127,8 +129,10 @@ def run_stage(
     recipe: Recipe,
     replicas: int = 1,
     before_step: Callable[[int], None] = lambda step: None,
+    context_parallel: int = 1,
 ) -> dict[str, Any]:
-    """Run the stage of a recipe, on every rank of the group that this process is in.
+    """Run the stage of a recipe, on every rank of the group that this process is in; rank 0 writes
+    the latents of all samples to ``latents-{name}.safetensors``.
 
     Returns:
         The digest of each sample of each step by its key, of rank 0; metrics that no clock changes;
@@ -142,6 +146,7 @@ def run_stage(
     ranks.wait_for_all()
     recorder = MetricsRecorder()
     samples: dict[str, str] = {}
+    latents: dict[str, Tensor] = {}
     next_batch = RolloutQueue.next_batch
 
     async def watch_batch(queue: RolloutQueue, version: int) -> RolloutBatch:
@@ -153,6 +158,7 @@ def run_stage(
             for row, key in enumerate(keys):
                 number = int(part.request.keys.samples[row])
                 samples[f"{key}/{number}"] = digest_sample(rollouts, row)
+                latents[f"{key}/{number}"] = rollouts.latents[row].clone()
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +171,10 @@ def run_stage(
             recorder,
             checkpoints=Checkpoints(ctx, folder / f"checkpoints-{name}"),
             replicas=replicas,
+            context_parallel=context_parallel,
         )
+    if ranks.rank == 0:
+        save_file(latents, folder / f"latents-{name}.safetensors")
     ranks.wait_for_all()
     metrics = [
         {key: value for key, value in row.items() if not key.startswith(TIMED)}
@@ -221,3 +230,31 @@ def run_attempt(
             run_stage(base, folder, name, recipe, replicas, meet_fate)
         except Preempted as error:
             (folder / f"preempted-{name}-{ranks.rank}").write_text(str(error))
+
+
+def check_metrics(rows: Sequence[dict[str, float]], rows_alone: Sequence[dict[str, float]]) -> None:
+    """Check that a group says of each step what one process says."""
+    for row_alone, row in zip(rows_alone, rows, strict=True):
+        # The first part of a batch has other rows in a group, or is all of it.
+        names = (row_alone.keys() | row.keys()) - {"grad_variance", "velocity_drift"}
+        for name in names:
+            # Pixels are whole numbers, which the last bits of a latent can move by one.
+            of_pixels = name.startswith(("statistic", "score", "reward", "validation", "group"))
+            tolerance = 2e-3 if of_pixels else 1e-5
+            assert row[name] == pytest.approx(row_alone[name], rel=5e-3, abs=tolerance), name
+
+
+def check_weights(one: Path, other: Path, tolerance: float) -> None:
+    """Check that two policy folders have the same numbers."""
+    weights, others = load_weights(one), load_weights(other)
+    assert weights.keys() == others.keys()
+    assert len(weights) > 0
+    assert max((weights[key] - others[key]).abs().max().item() for key in weights) < tolerance
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    return {
+        f"{path.relative_to(folder)}/{name}": value
+        for path in sorted(folder.rglob("*.safetensors"))
+        for name, value in load_file(path).items()
+    }

@@ -77,7 +77,7 @@ def test_tokens_that_cannot_be_shared_are_refused_before_anything_is_generated(
         monkeypatch.setattr(module, "DEPLOYMENT", sharing)
         with pytest.raises(
             ModelError,
-            match="train_context_parallel = 2: the tokens of GlyphModel cannot be shared; leave it",
+            match="train_context_parallel = 2: the tokens of GlyphModel cannot be shared, as",
         ):
             task(recipe=recipe)
 

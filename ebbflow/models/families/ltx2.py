@@ -99,6 +99,8 @@ class LTX2Model(LTXVideoModel):
     sound_parts = ("audio_vae", "vocoder")
     default_size = (512, 768)
     default_max_tokens = 1024
+    # See ``require_shareable_family``.
+    shares_tokens = False
     latent_shape: NamedLatents
 
     @classmethod

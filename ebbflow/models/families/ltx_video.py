@@ -53,6 +53,7 @@ class LTXVideoModel(DrawsVideos):
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (512, 704)
     default_max_tokens = 128
+    shares_tokens = True
 
     @classmethod
     def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:

@@ -44,8 +44,6 @@ class WanA14BModel(WanModel):
         )
     }
     networks = tuple(EXPERTS.values())
-    # Two networks would each need it.
-    shares_tokens = False
 
     @classmethod
     def trained_parts(cls, config: ModelConfig) -> tuple[str, ...]:

@@ -57,8 +57,6 @@ class WanFLF2VModel(AnimatesImages):
     text_parts = ("text_encoder", "image_encoder", "vae")
     default_size = (720, 1280)
     takes_several_images = True
-    # The blocks attend to the tokens of the images beside those of the text.
-    shares_tokens = False
 
     @classmethod
     def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
