@@ -139,6 +139,18 @@ def _attach_sound(png: bytes, wav: bytes) -> bytes:
     return buffer.getvalue()
 
 
+def read_sounds(pngs: Sequence[bytes]) -> Sounds | None:
+    """Read the sounds in PNG files of ``attach_sounds``; None where the first has none.
+
+    Raises:
+        SoundError: one of them has no sound, or another kind of it.
+    """
+    files = [read_sound(png) for png in pngs]
+    if not files or files[0] is None:
+        return None
+    return decode_wavs([file or b"" for file in files])
+
+
 def read_sound(png: bytes) -> bytes | None:
     """Return the WAV file in a PNG file of ``attach_sounds``; None where there is none.
 

@@ -325,7 +325,7 @@ def _generate_and_score(
         finite = find_finite_rows(latents)
         with clock.measure_phase("scoring"):
             # A copy, as a reward may write into its images.
-            scores = scorer(images.copy(), batch, latents.cpu().numpy())
+            scores = scorer(images.copy(), batch, latents.cpu().numpy(), sounds)
             scores = scores.fail_broken_latents(finite)
             features = scorer.compute_features(images) if recipe.evaluation.samples > 1 else None
         # Latents that are not finite decode to some picture, whose statistics mean nothing.

@@ -22,6 +22,7 @@ from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.data.schema import KEY, build_evaluation_schema, name_statistic_column
+from ebbflow.data.sounds import read_sounds
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.evaluation.gate_inputs import list_evaluated_prompts, read_evaluated_samples
 from ebbflow.evaluation.held_out import summarize_held_out
@@ -110,8 +111,11 @@ def score_sides_together(
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     for batch in show_progress("scoring all sides for the gate", "batch", batches):
         rows = [sides[side].slice(row, 1).to_pylist()[0] for side, row in batch]
-        images = decode_pngs([row["image"] for row in rows])
-        scores = scorer.score_pictures(images, [by_id[row["prompt_id"]] for row in rows])
+        pngs = [row["image"] for row in rows]
+        sounds = read_sounds(pngs) if scorer.reads_sounds else None
+        scores = scorer.score_pictures(
+            decode_pngs(pngs), [by_id[row["prompt_id"]] for row in rows], sounds
+        )
         finite = np.array([row["failure"] != NO_PICTURE for row in rows])
         parts.append(scores.fail_broken_latents(finite))
     scored = ScoreTable.concatenate(parts)

@@ -257,7 +257,7 @@ def _generate_groups(
                 options["cache"] = config.rollout_cache
             with watch(f"{ctx.stage_label}: generating {len(keys)} samples"):
                 rollouts, pictures = engine.generate(conditioning, keys, config.sampler, **options)
-                sounds = decode_sounds(model, rollouts.latents)
+                sounds = rollouts.sounds or decode_sounds(model, rollouts.latents)
             latents = rollouts.latents.to("cpu")
         # Outside the phase: a generator waits here while its caller is busy.
         progress.update(len(keys))

@@ -10,6 +10,7 @@ import pyarrow as pa
 from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import build_score_schema
+from ebbflow.data.sounds import SoundError, Sounds, read_sounds
 from ebbflow.offline.shards import SCORES_DIGEST, check_shard, decode_latent, read_layout
 from ebbflow.progress import show_progress
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored_share
@@ -53,8 +54,9 @@ def score_shard(
                 finite = batch["finite"].to_numpy(zero_copy_only=False)
                 sample_prompts = [by_id[i] for i in batch["prompt_id"].to_pylist()]
                 latents = _decode_latents(rollouts, batch) if scorer.reads_latents else None
+                sounds = _decode_sounds(rollouts, batch) if scorer.reads_sounds else None
                 scores = scorer(
-                    _decode_images(rollouts, batch), sample_prompts, latents
+                    _decode_images(rollouts, batch), sample_prompts, latents, sounds
                 ).fail_broken_latents(finite)
             # Keys and scores alone: the images of a whole shard would fill memory.
             parts.append((batch.select(["prompt_id", "sample"]), scores))
@@ -94,6 +96,13 @@ def _decode_images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
             f"{path}: images from prompt_id = {prompt} on cannot be read ({error}); generate it"
             " again"
         ) from None
+
+
+def _decode_sounds(path: Path, batch: pa.RecordBatch) -> Sounds | None:
+    try:
+        return read_sounds(batch["image"].to_pylist())
+    except SoundError as error:
+        raise TableError(f"{path}: the sounds of its samples {error}") from None
 
 
 def _decode_latents(path: Path, batch: pa.RecordBatch) -> np.ndarray:

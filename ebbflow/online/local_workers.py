@@ -54,7 +54,7 @@ class LocalWorkers:
         )
         self.rollout_worker = rollout_worker or RolloutWorker(engine, index)
         self.reward_weights = scorer.reward_weights
-        self.reads_latents = scorer.reads_latents
+        self.reads_rollouts = scorer.reads_latents or scorer.reads_sounds
         self.steps_before = trainer.updater.before.steps
 
         async def start_rollout_worker(index: int) -> Worker:

@@ -203,7 +203,7 @@ class RayWorkers:
         recipe = ctx.branch_recipe
         self.reward_weights = {row.column: row.weight for row in recipe.rewards}
         scorers = (*recipe.rewards, *recipe.guardrails)
-        self.reads_latents = any(row.scores == "latents" for row in scorers)
+        self.reads_rollouts = any(row.scores in ("latents", "sounds") for row in scorers)
         self.all: list[RayWorker] = []
         self.step = 0
         register_tensor_serializer()

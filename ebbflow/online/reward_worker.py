@@ -36,7 +36,7 @@ class RewardWorker:
         Args:
             with_guards: score as a validation does, which has an image of each prompt: with the
                 guardrail metrics, and without rewards that compare.
-            rollouts: of the images, for rewards that score latents.
+            rollouts: of the images, for rewards that score latents or sound.
         """
         with self.timer.time_task("validation" if with_guards else "scoring", step, profiled):
             # A validation has one image per prompt, so rewards that compare a group have nothing to
@@ -47,5 +47,6 @@ class RewardWorker:
                 scorer = replace(self.scorer, guardrails=())
             # Before the rewards: a user's reward may write into its images.
             statistics = compute_image_statistics(images)
-            scores = scorer(images, prompts, rollouts.latents.numpy() if rollouts else None)
+            latents = rollouts.latents.numpy() if rollouts else None
+            scores = scorer(images, prompts, latents, rollouts.sounds if rollouts else None)
         return scores, statistics, self.timer.drain_spans()

@@ -334,8 +334,9 @@ class RolloutQueue:
         rollouts, images, report = await self.generate_request(request, weights)
         profiled = self.ctx.online_config.is_profiled("reward", request.step) and not with_guards
         try:
-            # Rollouts are large: they travel to a reward worker only if a reward scores latents.
-            latents = rollouts if self.workers.reads_latents else None
+            # Rollouts are large: they travel to a reward worker only if a reward scores what they
+            # have beside the images.
+            latents = rollouts if self.workers.reads_rollouts else None
             scores, statistics, spans = await self.workers.reward.score(
                 request, images, latents, with_guards, profiled
             )

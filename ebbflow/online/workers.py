@@ -426,7 +426,7 @@ class StageWorkers(Protocol):
     Attributes:
         steps_before: rollout steps that the algorithm made with this policy in earlier stages.
         reward_weights: weight of each trained reward in the sum, by column.
-        reads_latents: whether a reward or guardrail scores latents.
+        reads_rollouts: whether a reward or guardrail scores latents or sound.
     """
 
     training: TrainingGroup
@@ -434,7 +434,7 @@ class StageWorkers(Protocol):
     reward: RewardPool
     steps_before: int
     reward_weights: dict[str, float]
-    reads_latents: bool
+    reads_rollouts: bool
 
     async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
         """The weights that generate from now on: of a copy of the policy; left out, of the one that

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ebbflow.recipe.base import RecipeError, format_path
+from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.promotion import GuardrailToleranceConfig
 from ebbflow.recipe.prompts import PromptsConfig
@@ -181,12 +182,22 @@ def check_rewards_suit_model(rewards: Sequence[RewardConfig], model: ModelConfig
             "recognizer reads capitals alone, and model.training.alphabets has lower_case; take"
             " ocr, case: kept"
         )
+    family = find_family(model.family)
+    # A family without sound that is the user's own without a record fails when it is scored.
+    if family is not None and "sound" not in family.latents:
+        with_sound = [name for name, one in FAMILIES.items() if "sound" in one.latents]
+        for config in rewards:
+            if not isinstance(config, CustomRewardConfig) and config.scores == "sounds":
+                raise ValueError(
+                    f"{config.column} scores sound, and model.family = {model.family!r} generates"
+                    f" none; take {', '.join(with_sound)}, or leave {config.column} out"
+                )
     # What a custom reward scores is not known before its code is imported: such a reward fails
     # when it gets images.
     video_rewards = [
         config.column
         for config in rewards
-        if not isinstance(config, CustomRewardConfig) and config.scores == "videos"
+        if not isinstance(config, CustomRewardConfig) and config.scores in ("videos", "sounds")
     ]
     if model.frames == 1 and video_rewards:
         raise ValueError(

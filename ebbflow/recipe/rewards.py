@@ -16,7 +16,7 @@ from pydantic import Field
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.plugins import import_object, validate_name_or_path
 
-Scored = Literal["images", "pairs", "groups", "videos", "latents"]
+Scored = Literal["images", "pairs", "groups", "videos", "sounds", "latents"]
 """What a reward gets (``ebbflow.rewards.base.Reward.scores``)."""
 
 MAX_SCORE = 1e30

@@ -65,6 +65,9 @@ class Reward(ABC):
             - ``groups``: all images of ONE prompt, at least two, uint8 RGB [N, height, width, 3];
               ``prompts`` repeats the prompt.
             - ``videos``: whole videos, uint8 RGB [N, frames, height, width, 3].
+            - ``sounds``: whole videos with their sound, an
+              ``ebbflow.rewards.samples.SoundedVideos``: ``videos`` as above, ``sounds.mono``, the
+              waveforms in float32 [N, samples], and ``sounds.rate``, samples a second.
             - ``latents``: final latents at sigma = 0 before they are decoded, float32 [N, ...], as
               the network of one model family has them (``Model.latent_shape``).
 

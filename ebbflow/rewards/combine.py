@@ -8,16 +8,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import isabstract
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.data.sounds import Sounds
 from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, CustomRewardConfig, RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.functions import FunctionReward, is_score_function
 from ebbflow.rewards.groups import get_failure_reason, score_and_check
+from ebbflow.rewards.samples import join_sounds, reads_any, replace_non_finite_latents
 from ebbflow.rewards.videos import score_videos, select_scored_frames
 
 if TYPE_CHECKING:
@@ -137,7 +139,12 @@ class Scorer:
     @property
     def reads_latents(self) -> bool:
         """Whether it needs the latents besides the images."""
-        return any(reward.scores == "latents" for reward in self.all_rewards)
+        return reads_any(self.all_rewards, "latents")
+
+    @property
+    def reads_sounds(self) -> bool:
+        """Whether it needs the sounds besides the videos."""
+        return reads_any(self.all_rewards, "sounds")
 
     @property
     def trains_on_images(self) -> bool:
@@ -246,7 +253,11 @@ class Scorer:
         return total.index_add(0, index, weight * scores.to(total.dtype))
 
     def __call__(
-        self, images: np.ndarray, prompts: Sequence[Prompt], latents: np.ndarray | None = None
+        self,
+        images: np.ndarray,
+        prompts: Sequence[Prompt],
+        latents: np.ndarray | None = None,
+        sounds: Sounds | None = None,
     ) -> ScoreTable:
         """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3],
         each against its prompt.
@@ -256,12 +267,13 @@ class Scorer:
         that score whole videos get all frames. Where a reward compares, the images of a prompt are
         its whole group; of videos, frames of the same time are compared. A reward of some prompt
         sets sees the images of their prompts alone. ``latents``, float32 [N, ...], are for those
-        that score latents; they see zeros in place of what is not finite.
+        that score latents; they see zeros in place of what is not finite. ``sounds`` are of the
+        videos, for those that score videos with their sound.
 
         Raises:
             RewardError: images, prompts and latents do not match, or a reward breaks its contract.
         """
-        asked, results = self._score_each(self.all_rewards, images, prompts, latents)
+        asked, results = self._score_each(self.all_rewards, images, prompts, latents, sounds)
         # The sum is NaN where a reward that was asked failed: one that is missing would make the
         # sample look worse or better than the others of its group. One that was not asked adds 0.
         trained = [
@@ -276,7 +288,9 @@ class Scorer:
         total = np.where(unrewarded, np.nan, np.sum(trained, axis=0))
         return ScoreTable(total, _collect_columns(results), reasons)
 
-    def score_pictures(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreTable:
+    def score_pictures(
+        self, images: np.ndarray, prompts: Sequence[Prompt], sounds: Sounds | None = None
+    ) -> ScoreTable:
         """Score images or videos as a call does with the rewards and guardrails that need no
         latents; there is no sum, and the reward is NaN.
 
@@ -284,7 +298,7 @@ class Scorer:
             RewardError: as in a call.
         """
         rewards = [reward for reward in self.all_rewards if reward.scores != "latents"]
-        asked, results = self._score_each(rewards, images, prompts, None)
+        asked, results = self._score_each(rewards, images, prompts, None, sounds)
         reasons = _collect_reasons(results, asked, len(images))
         return ScoreTable(np.full(len(images), np.nan), _collect_columns(results), reasons)
 
@@ -294,16 +308,20 @@ class Scorer:
         images: np.ndarray,
         prompts: Sequence[Prompt],
         latents: np.ndarray | None,
+        sounds: Sounds | None,
     ) -> tuple[dict[str, np.ndarray], dict[str, RewardResult]]:
         """Return by the column of each reward which prompts it scores, bool [N], and its scores."""
         _check_images(images, prompts)
         asked = {reward.name: self._select_prompts(reward, prompts) for reward in rewards}
         results = {}
         for reward in rewards:
-            samples = images
+            samples: Any = images  # in the form that the reward declares
             score = score_and_check if images.ndim == 4 else score_videos
             if reward.scores == "latents":
-                samples = _replace_non_finite_latents(reward, latents, len(images))
+                samples = replace_non_finite_latents(reward, latents, len(images))
+                score = score_and_check
+            elif reward.scores == "sounds":
+                samples = join_sounds(reward, images, sounds)
                 score = score_and_check
             results[reward.name] = _score_rows(score, reward, samples, prompts, asked[reward.name])
         return asked, results
@@ -317,13 +335,13 @@ class Scorer:
 
 
 def _score_rows(
-    score: Callable[[Reward, np.ndarray, Sequence[Prompt]], RewardResult],
+    score: Callable[[Reward, Any, Sequence[Prompt]], RewardResult],
     reward: Reward,
-    images: np.ndarray,
+    images: Any,
     prompts: Sequence[Prompt],
     asked: np.ndarray,
 ) -> RewardResult:
-    """Score the images that are ``asked`` for, bool [N]; give the others NaN without a reason."""
+    """Score the samples that are ``asked`` for, bool [N]; give the others NaN without a reason."""
     if asked.all():
         return score(reward, images, prompts)
     rows = np.flatnonzero(asked).tolist()
@@ -346,20 +364,6 @@ def _scatter_rows(rows: Sequence[int], values: np.ndarray, count: int) -> np.nda
     column = np.full(count, np.nan)
     column[rows] = values
     return column
-
-
-def _replace_non_finite_latents(
-    reward: Reward, latents: np.ndarray | None, count: int
-) -> np.ndarray:
-    if latents is None or len(latents) != count:
-        available = "none" if latents is None else len(latents)
-        raise RewardError(
-            f"the reward {reward.name!r} scores latents, and there are {available} of {count}"
-            " samples"
-        )
-    # One NaN may spread through the batch of a network, to the scores of other samples. The caller
-    # fails these rows (``ScoreTable.fail_broken_latents``), whatever the reward says about zeros.
-    return np.nan_to_num(latents.astype(np.float32), posinf=0.0, neginf=0.0)
 
 
 def load_reward(config: RewardConfig) -> Reward:

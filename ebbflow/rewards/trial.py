@@ -37,7 +37,7 @@ def try_reward(
 ) -> RewardTrial:
     """Call a reward twice on noise, an image for each prompt, and check what it returns; a third
     time with the prompts of the other images. One that cannot run here is left alone, and so is one
-    of latents, whose shape the model knows.
+    of latents or of sound, whose shape the model knows.
 
     One that compares gets two images of each prompt, and one of whole videos such where there are
     ``frames``.
@@ -49,7 +49,7 @@ def try_reward(
         RecipeError: nothing can be imported from its path.
     """
     reward = load_reward(config)
-    if reward.explain_unavailable() or reward.scores == "latents":
+    if reward.explain_unavailable() or reward.scores in ("latents", "sounds"):
         return RewardTrial([])
     name = f"the reward {reward.name!r}, {config.path},"
     if reward.compares:

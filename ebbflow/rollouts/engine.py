@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,10 +14,12 @@ from torch import Tensor
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, device_of
+from ebbflow.models.sound import decode_sounds
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.plugins import check_members, import_object
 from ebbflow.recipe.rollout_cache import FeatureCacheConfig
+from ebbflow.rewards.samples import reads_any
 from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify_committed_folder
@@ -96,6 +99,8 @@ class Diffusers:
         self.with_graph = with_graph
         self.micro_batch = ctx.config.micro_batch
         self.precision = ctx.config.rollout_precision
+        recipe = ctx.branch_recipe
+        self.with_sound = reads_any([*recipe.rewards, *recipe.guardrails], "sounds")
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.policy.assign_parameters(weights)
@@ -131,6 +136,8 @@ class Diffusers:
         # As many at once as were denoised: a convolution may take another kernel for another batch
         # size, as on Intel CPUs.
         parts = split_into_equal_passes(len(keys), self.micro_batch)
+        if self.with_sound:
+            rollouts = replace(rollouts, sounds=decode_sounds(model, rollouts.latents))
         return rollouts, np.concatenate(
             [model.decode_latents(rollouts.latents[part]) for part in parts]
         )

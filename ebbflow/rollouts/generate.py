@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ebbflow.data.sounds import Sounds
 from ebbflow.flow.noise import INITIAL, SampleKeys, generate_shared_noise
 from ebbflow.flow.sampler import Sampler, SolverHistory, remember_step
 from ebbflow.flow.trajectory import Trajectory
@@ -51,11 +52,13 @@ class Rollouts:
         trajectory: the trained steps, where a plan named some.
         velocities: those of the trained steps with their graphs, where the update goes back through
             them.
+        sounds: of the samples, where a reward scores them.
     """
 
     latents: Tensor
     trajectory: Trajectory | None
     velocities: RolloutVelocities = ()
+    sounds: Sounds | None = None
 
     def move_to(self, device: torch.device) -> Rollouts:
         """Return the same rollouts on a device; velocities stay where their graphs are."""
@@ -63,7 +66,7 @@ class Rollouts:
         if trajectory is not None:
             columns = trajectory.list_columns().items()
             trajectory = Trajectory(**{name: values.to(device) for name, values in columns})
-        return Rollouts(self.latents.to(device), trajectory, self.velocities)
+        return replace(self, latents=self.latents.to(device), trajectory=trajectory)
 
 
 class DenoisingSteps(NamedTuple):

@@ -166,6 +166,27 @@ def test_an_online_stage_trains_each_latent_on_its_own_rewards(begin, monkeypatc
     assert torch.allclose(video, -sound, rtol=1e-5)
 
 
+def test_a_reward_that_hears_is_trained_on_online_and_moves_the_sound_alone(begin, monkeypatch):
+    sampling = {"sampler": {"steps": 3}, "steps": 1, "prompts_per_step": 2, "updates_per_step": 1}
+    ctx, updater = begin([JPEG[0], {"name": "audio_video_sync", "latents": ["sound"]}], **sampling)
+    batches = []
+    update = updater.update_policy
+    monkeypatch.setattr(
+        updater, "update_policy", lambda batch, *rest: batches.append(batch) or update(batch, *rest)
+    )
+    recorder = MetricsRecorder()
+    workers = open_local_workers(ctx, updater, load_scorer(ctx.recipe.rewards, []))
+    run_online_stage(ctx, workers, prompts("ltx2", SHORT[:2]), recorder)
+    (metrics,) = recorder.metrics_rows
+    assert metrics["reward/scored_share"] == 1
+    (batch,) = batches
+    video, sound = batch.advantage.unbind(1)
+    # Two rewards that know nothing of each other: no latent has the advantages of the other.
+    assert sound.abs().max() > 0
+    assert not torch.allclose(video, sound)
+    assert not torch.allclose(video, -sound)
+
+
 @pytest.mark.parametrize(
     ("rewards", "changes", "message"),
     [

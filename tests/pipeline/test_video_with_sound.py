@@ -50,7 +50,7 @@ def test_a_video_with_sound_goes_from_training_to_a_served_version(workplace: Pa
             "max_tokens": 16,
         },
         "prompts": {"source": str(prompts), "validation": 2, "held_out": 3},
-        "rewards": ["jpeg_compressibility"],
+        "rewards": ["jpeg_compressibility", "audio_video_sync"],
         "guardrails": ["jpeg_incompressibility"],
         "policy": {"train": "lora", "rank": 2, "alpha": 2},
         "stages": [
