@@ -20,6 +20,8 @@ from diffusers import (
 )
 from torch import nn
 from transformers import (
+    ClapConfig,
+    ClapModel,
     CLIPConfig,
     CLIPModel,
     CLIPTextConfig,
@@ -502,6 +504,12 @@ def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
     assert (
         REWARDS["clipscore"].num_parameters == REWARDS["aesthetic"].num_parameters == numel(large)
     )
+
+
+def test_clap_is_as_large_as_transformers_builds_it():
+    with torch.device("meta"):
+        network = ClapModel(ClapConfig())
+    assert REWARDS["clap"].num_parameters == numel(network)
 
 
 def test_geneval_has_a_mask2former_and_a_large_clip():

@@ -150,7 +150,7 @@ class PretrainedReward(Reward):
                 return reason
         return None
 
-    def _score_in_batches(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
+    def _score_in_batches(self, images: Any, prompts: Sequence[Prompt]) -> np.ndarray:
         """Score images or videos with the texts of their prompts, in batches: float64 [N, ...].
 
         Raises:

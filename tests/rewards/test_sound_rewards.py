@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from network_cases import as_prompts
+from transformers import AutoTokenizer, ClapConfig, ClapFeatureExtractor, ClapModel
 
+from benchmarks.tiny_models.tokenizers import build_qwen_tokenizer
 from ebbflow.data.images import encode_pngs
 from ebbflow.data.sounds import SoundError, Sounds, attach_sounds, read_sounds
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.recipe import Recipe
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
+from ebbflow.rewards.built_in.clap import resample
 from ebbflow.rewards.combine import Scorer, load_reward
 from ebbflow.rewards.samples import SoundedVideos, join_sounds
 
@@ -150,3 +154,101 @@ def test_a_recipe_rejects_a_reward_of_sound_for_a_family_without():
     with pytest.raises(RecipeError, match="model.frames = 1"):
         Recipe.model_validate(recipe | {"model": ltx2})
     Recipe.model_validate(recipe | {"model": ltx2 | {"frames": 9}})
+
+
+CLAP_RATE = 8000
+SECOND = 1
+
+
+@pytest.fixture(scope="module")
+def clap_folder(tmp_path_factory):
+    """A tiny CLAP that hears one second. Never write into it."""
+    folder = tmp_path_factory.mktemp("clap")
+    torch.manual_seed(0)
+    tokenizer = build_qwen_tokenizer()
+    config = ClapConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "pad_token_id": 1,  # as RoBERTa has it; positions count from there
+        },
+        audio_config={
+            "spec_size": 64,
+            "num_mel_bins": 16,
+            "patch_size": 4,
+            "patch_stride": [4, 4],
+            "window_size": 4,
+            "depths": [1, 1],
+            "num_attention_heads": [2, 2],
+            "hidden_size": 64,
+            "patch_embeds_hidden_size": 32,
+            "num_classes": 4,
+        },
+        projection_dim=16,
+    )
+    ClapModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    ClapFeatureExtractor(
+        feature_size=16,
+        sampling_rate=CLAP_RATE,
+        hop_length=160,
+        max_length_s=SECOND,
+        fft_window_size=256,
+        frequency_max=4000,
+        truncation="rand_trunc",
+    ).save_pretrained(folder)
+    return folder
+
+
+def tones(rate, frequencies, seconds=SECOND):
+    time = np.arange(round(rate * seconds)) / rate
+    waves = np.stack([np.sin(2 * np.pi * frequency * time) for frequency in frequencies])
+    pcm = (8000 * waves[..., None]).round().astype(np.int16)
+    return SoundedVideos(np.zeros((len(pcm), 3, 4, 4, 3), np.uint8), Sounds(pcm, rate))
+
+
+def clap(folder, samples, texts):
+    reward = load_reward(configure_reward("clap", path=str(folder), batch=2))
+    return reward(samples, as_prompts(*texts)).values
+
+
+@torch.no_grad()
+def test_clap_is_the_cosine_of_transformers_own_network(clap_folder):
+    samples = tones(CLAP_RATE, [200, 900, 2500])
+    texts = ["a bell", "rain on a tin roof", ""]
+    network = ClapModel.from_pretrained(clap_folder).eval()
+    extractor = ClapFeatureExtractor.from_pretrained(clap_folder)
+    tokenizer = AutoTokenizer.from_pretrained(clap_folder)
+    expected = []
+    for wave, text in zip(samples.sounds.mono, texts, strict=True):
+        sound = extractor(wave, sampling_rate=CLAP_RATE, return_tensors="pt")
+        output = network(**tokenizer(text or " ", return_tensors="pt"), **sound)
+        expected.append(torch.cosine_similarity(output.text_embeds, output.audio_embeds).item())
+    values = clap(clap_folder, samples, [text or " " for text in texts])
+    assert np.ptp(values) > 1e-3
+    assert values == pytest.approx(expected, abs=1e-5)
+
+
+def test_clap_hears_the_beginning_of_a_long_sound_and_always_the_same(clap_folder):
+    long = tones(CLAP_RATE, [200, 900], seconds=3)
+    texts = ["a bell", "rain"]
+    first, again = (clap(clap_folder, long, texts) for _ in range(2))
+    assert first.tolist() == again.tolist()
+    assert first == pytest.approx(clap(clap_folder, tones(CLAP_RATE, [200, 900]), texts), abs=1e-6)
+
+
+@pytest.mark.parametrize(("rate", "target"), [(24000, 48000), (48000, 16000), (8000, 8000)])
+def test_a_tone_is_the_same_at_another_rate(rate, target):
+    wave, expected = (
+        np.sin(2 * np.pi * 440 * np.arange(each) / each)[None].astype(np.float32)
+        for each in (rate, target)
+    )
+    assert np.abs(resample(wave, rate, target) - expected).max() < 1e-5
+
+
+def test_a_tone_above_what_the_rate_can_hold_is_silent():
+    wave = np.sin(2 * np.pi * 9000 * np.arange(24000) / 24000)[None].astype(np.float32)
+    assert np.abs(resample(wave, 24000, 16000)).max() < 1e-5
