@@ -15,7 +15,15 @@ from uuid import uuid4
 
 import pytest
 import yaml
-from flyte_cases import Flyte, ListPods, MakeRecipe, Record, Register, runs_task
+from flyte_cases import (
+    Flyte,
+    ListPods,
+    MakeRecipe,
+    Record,
+    Register,
+    runs_task,
+    write_edited_clone,
+)
 from flyte_engine import Execution
 from flyte_table import write_table
 from flytekit.configuration import Config
@@ -182,6 +190,12 @@ def register(flyte: Flyte, deployment: dict[str, Any], plan_recipe: Path) -> Reg
 def version(register: Register) -> str:
     """The version of most executions."""
     return register()
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of this repository in which a reward is edited."""
+    return write_edited_clone(tmp_path_factory.mktemp("edited"))
 
 
 @pytest.fixture(scope="session")

@@ -33,9 +33,23 @@ from tests.forked import ROOT
 from tests.pipeline.conftest import PYFLYTE
 
 WORKFLOW = "workflows.post_training.post_train"
+DRY_RUN = "workflows.post_training.dry_run"
 COMMAND_SECONDS = 300
 MAX_SECONDS = 3600
 """That an execution may take: a node may have to start and to pull the image."""
+EDITED = 5.0
+"""What the edited reward adds: no picture has so much otherwise."""
+CLONE = (
+    "ebbflow",
+    "tasks",
+    "workflows",
+    "datasets",
+    "pyproject.toml",
+    "README.md",
+    ".dockerignore",
+)
+REWARD = Path("ebbflow/rewards/built_in/jpeg.py")
+KILOBYTES = "RewardResult(measure_kilobytes(images) / SCALE)"
 Record = Callable[[str, Any], None]
 """``record_property``: what the table of the run shows."""
 ListPods = Callable[..., list[V1Pod]]
@@ -164,6 +178,24 @@ def _run_command(
     )
     assert done.returncode == status, f"{' '.join(command)}:\n{done.stdout[-5000:]}"
     return done.stdout
+
+
+def write_edited_clone(folder: Path) -> Path:
+    """Write a clone of this repository in which a reward is edited into a folder."""
+    clone = folder / "clone"
+    clone.mkdir()
+    for name in CLONE:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, clone / name, ignore=ignored)
+        else:
+            shutil.copy(source, clone / name)
+    text = (clone / REWARD).read_text()
+    assert text.count(KILOBYTES) == 1
+    edited = text.replace(KILOBYTES, f"RewardResult({EDITED} + measure_kilobytes(images) / SCALE)")
+    (clone / REWARD).write_text(edited)
+    return clone
 
 
 def find_parent_run(flyte: Flyte, execution: Execution) -> Run:

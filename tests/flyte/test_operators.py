@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 import urllib.request
 from contextlib import suppress
@@ -14,6 +13,7 @@ from urllib.error import HTTPError
 import pytest
 import yaml
 from flyte_cases import (
+    EDITED,
     MAX_SECONDS,
     Flyte,
     ListPods,
@@ -31,8 +31,6 @@ from kubernetes.client import ApiException, CoreV1Api, V1Pod
 from kubernetes.utils import parse_quantity
 from mlflow import MlflowClient
 
-from tests.forked import ROOT
-
 NODES = 2
 """Of a PyTorchJob."""
 RELEASE_SECONDS = 60
@@ -45,19 +43,6 @@ COLOCATED = ONLINE | EVERY_STEP | {"placement": "colocated", "steps": STEPS}
 LABELS = {"train_online_ray": "1.1 online", "train_online_colocated": "1.2 online"}
 """Of the stages, by the tasks that train them."""
 KILLED_AT = {"train_online_colocated": "checkpoint of step 2 saved"}
-EDITED = 5.0
-"""What the edited reward adds: no picture has so much otherwise."""
-CLONE = (
-    "ebbflow",
-    "tasks",
-    "workflows",
-    "datasets",
-    "pyproject.toml",
-    "README.md",
-    ".dockerignore",
-)
-REWARD = Path("ebbflow/rewards/built_in/jpeg.py")
-KILOBYTES = "RewardResult(measure_kilobytes(images) / SCALE)"
 DOWNLOADER_NOTE = "'message': 'Unclosed client session'"
 """What flytekit's ``pyflyte-fast-execute``, which downloads the upload and then runs the task in a
 process of its own, logs as an error at its end. No code of ours runs in it.
@@ -87,25 +72,6 @@ class ObservedRun(NamedTuple):
 def _has_resource(pods: CoreV1Api, group: str) -> bool:
     groups = client.ApisApi(pods.api_client).get_api_versions().groups
     return group in {listed.name for listed in groups}
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone of this repository in which a reward is edited."""
-    folder = tmp_path_factory.mktemp("edited") / "clone"
-    folder.mkdir()
-    for name in CLONE:
-        source = ROOT / name
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, folder / name, ignore=ignored)
-        else:
-            shutil.copy(source, folder / name)
-    text = (folder / REWARD).read_text()
-    assert text.count(KILOBYTES) == 1
-    edited = text.replace(KILOBYTES, f"RewardResult({EDITED} + measure_kilobytes(images) / SCALE)")
-    (folder / REWARD).write_text(edited)
-    return folder
 
 
 @pytest.fixture(scope="module")

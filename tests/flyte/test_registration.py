@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_cases import Flyte, MakeRecipe, Record
+from flyte_cases import DRY_RUN, MAX_SECONDS, Flyte, MakeRecipe, Record
 from flyteidl.admin.common_pb2 import NamedEntityIdentifier, ObjectGetRequest, ResourceListRequest
 from flyteidl.core.identifier_pb2 import WORKFLOW, Identifier
 from kubernetes import client
@@ -62,10 +62,8 @@ def test_dry_run(
     flyte: Flyte, version: str, make_recipe: MakeRecipe, record_property: Record
 ) -> None:
     """`dry_run` describes what the recipe needs."""
-    execution = flyte.start(
-        "workflows.post_training.dry_run", version, make_recipe("dry"), "dry-run"
-    )
-    execution.wait_for_end(900)
+    execution = flyte.start(DRY_RUN, version, make_recipe("dry"), "dry-run")
+    execution.wait_for_end(MAX_SECONDS)
     outputs = flyte.remote.client.get_execution_data(_identify(flyte, execution.name))
     text = outputs.full_outputs.literals["o0"].scalar.primitive.string_value
     assert "tiny" in text
@@ -82,6 +80,32 @@ def test_the_same_version_with_another_deployment_is_refused(
     text = flyte.pyflyte("register", *options, "workflows", status=1, EBBFLOW_DEPLOYMENT=other)
     assert "different structure" in text
     record_property("seen", "refused: different structure")
+
+
+def test_an_image_with_other_code_is_refused(
+    flyte: Flyte,
+    clone: Path,
+    plan_recipe: Path,
+    deployment: dict[str, Any],
+    make_recipe: MakeRecipe,
+    record_property: Record,
+) -> None:
+    """An edited clone that is registered without an upload: its first pod refuses the image's
+    code, in the first line of the console's error box."""
+    version = f"{flyte.run}-not-uploaded"
+    options = ["--image", flyte.image, *flyte.place, "--version", version, "--copy", "none"]
+    variables = {
+        "PYTHONPATH": str(clone),
+        "EBBFLOW_DEPLOYMENT": json.dumps(deployment),
+        "EBBFLOW_RECIPE": str(plan_recipe),
+    }
+    flyte.pyflyte("register", *options, "workflows", folder=clone, **variables)
+    execution = flyte.start(DRY_RUN, version, make_recipe("refused"), "refused")
+    execution.wait_for_end(MAX_SECONDS, "FAILED")
+    (attempt,) = execution.attempts_of("plan_run")
+    first = attempt.message.strip().splitlines()[0]
+    assert "SourcesError: this pod runs other code than was submitted: ebbflow is" in first
+    record_property("seen", first[:160])
 
 
 def test_a_variable_of_flyte_is_refused(

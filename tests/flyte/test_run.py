@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from flyte_cases import (
+    DRY_RUN,
     MAX_SECONDS,
     WORKFLOW,
     Flyte,
@@ -53,7 +54,6 @@ for _ in range(2):
 """Prints the commit of the image, and seconds of CPU time since a process began: after importing
 Flyte's entry point, and after importing a light task.
 """
-DRY_RUN = "workflows.post_training.dry_run"
 IMPORT = re.compile(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", re.MULTILINE)
 """A line of Python's own profile of imports: microseconds of a module without those that it
 imports, and its name.
