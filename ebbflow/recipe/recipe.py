@@ -66,6 +66,7 @@ from ebbflow.recipe.stage_checks import (
     check_guided_references,
     check_latent_weights,
     check_optimizer_states,
+    check_pictures_have_every_latent,
     check_rollout_caches,
     check_rollout_precision,
     check_shares_of_prompt_sets,
@@ -215,6 +216,7 @@ class Recipe(Strict):
         check_engines_support_model(self.stages, self.model, self.policy)
         check_rollout_caches(self.stages, self.model)
         check_guided_references(self.stages, self.model)
+        check_pictures_have_every_latent(self.stages, self.model)
         check_latent_weights(self.stages, self.model)
         for index, stage in enumerate(self.stages):
             rewards = self.select_branch(stage.branch).rewards

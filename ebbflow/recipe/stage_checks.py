@@ -162,6 +162,27 @@ def check_rollout_caches(stages: Sequence[StageConfig], model: ModelConfig) -> N
             )
 
 
+def check_pictures_have_every_latent(stages: Sequence[StageConfig], model: ModelConfig) -> None:
+    """Check that no stage trains on pictures of files where a sample has more latents than those.
+
+    Raises:
+        ValueError: one does; names the key and the fix.
+    """
+    family = find_family(model.family)
+    # A family of the user's own without a record: its adapter refuses to encode pictures.
+    if family is None or not family.latents:
+        return
+    others = ", ".join(family.latents[1:])
+    for index, stage in enumerate(stages):
+        for key in ("pairs", "data", "anchor"):
+            if getattr(stage, key, None) is not None:
+                raise ValueError(
+                    f"stages.{index}.{key} has pictures without the {others} that a sample of"
+                    f" model.family = {model.family!r} has; leave {key} out, or take a family"
+                    " without, such as ltx_video"
+                )
+
+
 def check_latent_weights(stages: Sequence[StageConfig], model: ModelConfig) -> None:
     """Check that ``latent_weights`` are of latents that the family has.
 

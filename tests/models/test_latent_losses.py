@@ -147,9 +147,11 @@ def test_a_sample_of_one_latent_has_no_shares():
 
 def read(weights, family="ltx2", algorithm="diffusion_nft", **stage):
     model = {"family": family, "path": "models/base"}
-    if family == "ltx2":
+    if family.startswith("ltx"):
         model["frames"] = 9
-    stage = {"kind": "online", "algorithm": {"name": algorithm}, "latent_weights": weights, **stage}
+    if isinstance(algorithm, str):
+        algorithm = {"name": algorithm}
+    stage = {"kind": "online", "algorithm": algorithm, "latent_weights": weights, **stage}
     return Recipe.model_validate(
         {
             "model": model,
@@ -174,3 +176,18 @@ def test_a_recipe_rejects_weights_of_no_latent(weights, changes, message):
     with pytest.raises(RecipeError, match=message):
         read(weights, **changes)
     assert read({"sound": 2}).stages[0].latent_weights == {"sound": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("stage", "key"),
+    [
+        ({"kind": "offline", "algorithm": {"name": "diffusion_dpo"}, "pairs": "p.jsonl"}, "pairs"),
+        ({"kind": "offline", "algorithm": {"name": "sft"}, "data": {"path": "data"}}, "data"),
+        ({"kind": "online", "anchor": {"data": {"path": "data"}, "weight": 0.1}}, "anchor"),
+    ],
+)
+def test_a_recipe_rejects_pictures_of_files_where_samples_have_sound(stage, key):
+    with pytest.raises(RecipeError, match=f"stages.0.{key} has pictures without the sound"):
+        read({}, **{"algorithm": "mix_grpo"} | stage)
+    # The same without sound.
+    read({}, family="ltx_video", **{"algorithm": "mix_grpo"} | stage)
