@@ -413,6 +413,7 @@ def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
             6_311_676_416,
             126_892_531,
         ),
+        ("qwen_image_21", "Qwen/Qwen-Image-2.1", 7_115_124_736, 8_767_123_696, 337_740_404),
         ("ltx_video", "Lightricks/LTX-Video", 1_923_385_472, 4_762_310_656, 419_193_649),
         (
             "ltx2",
@@ -439,11 +440,11 @@ def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
     ],
 )
 def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, encoders, vae):
-    """Of the networks 6.15, 1.6, 4.7 (SANA's "4.8"), 32, 13, 8.3, 2, 19, 2.6, 3.9 (7.75 GB) and 9
-    billion parameters; of the text encoders Qwen3's 4.02 and 8.19 billion, Gemma 2's 2.61, Mistral
-    Small 3.2's 24.0, Llama 3's 7.5 without its head, Qwen2.5-VL's 7.07 without head and eyes
-    beside ByT5, and Gemma 3's 12.19 beside the connectors of LTX-2, whose sound is decoded by .11
-    billion more than its pictures.
+    """Of the networks 6.15, 1.6, 4.7 (SANA's "4.8"), 32, 13, 8.3, 7.1 (14.2 GB), 2, 19, 2.6, 3.9
+    (7.75 GB) and 9 billion parameters; of the text encoders Qwen3's 4.02 and 8.19 billion,
+    Qwen3-VL's 8.77 (17.5 GB), Gemma 2's 2.61, Mistral Small 3.2's 24.0, Llama 3's 7.5 without its
+    head, Qwen2.5-VL's 7.07 without head and eyes beside ByT5, and Gemma 3's 12.19 beside the
+    connectors of LTX-2, whose sound is decoded by .11 billion more than its pictures.
     """
     sizes = published(name, family)
     assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from diffusers import Flux3ModularPipeline, Flux3Transformer2DModel
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.tiny_models.flux2_klein import flux2_klein
+from benchmarks.tiny_models.parts import build_qwen3_vl
 from benchmarks.tiny_models.tokenizers import build_qwen3_tokenizer
 from ebbflow.models.families.flux3 import Flux3Model
 from ebbflow.models.folder import MODULAR_INDEX
@@ -36,36 +36,10 @@ def flux3() -> Flux3ModularPipeline:
     )
     pipeline = _SavedInOneFolder(Flux3Model.build_blocks())
     pipeline.update_components(
-        text_encoder=_build_qwen3_vl(len(tokenizer)), transformer=transformer, vae=vae
+        text_encoder=build_qwen3_vl(tokenizer, WIDTH, LAYERS), transformer=transformer, vae=vae
     )
     pipeline.text_tokenizer = tokenizer
     return pipeline
-
-
-def _build_qwen3_vl(vocabulary: int) -> Qwen3VLForConditionalGeneration:
-    # deep and narrow, as the blocks name layers by number
-    text: dict[str, Any] = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "vocab_size": vocabulary,
-        # sections of time, height and width: half of the head in all
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]},
-    }
-    vision: dict[str, Any] = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": WIDTH,
-        "deepstack_visual_indexes": [0],
-    }
-    return Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
-    )
 
 
 # mypy cannot follow diffusers' lazy modules.

@@ -17,6 +17,8 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -88,6 +90,33 @@ def build_qwen3(
             bos_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
+    )
+
+
+def build_qwen3_vl(
+    tokenizer: Qwen2Tokenizer, width: int, layers: int
+) -> Qwen3VLForConditionalGeneration:
+    text: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": len(tokenizer),
+        # sections of time, height and width: half of the head in all
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]},
+    }
+    vision: dict[str, Any] = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": width,
+        "deepstack_visual_indexes": [0],
+    }
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
     )
 
 

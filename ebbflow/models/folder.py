@@ -5,6 +5,7 @@ what diffusers writes.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,14 @@ def read_json_object(file: Path) -> dict[str, Any]:
             f"{file} is not the JSON object that diffusers writes; fetch the folder again"
         )
     return content
+
+
+def copy_published_part(published: Path, folder: Path, part: str) -> None:
+    """Put a part of a pipeline into a saved folder as it was published, with the index that names
+    its class: ours is a class that only Ebbflow has.
+    """
+    shutil.copytree(published / part, folder / part, dirs_exist_ok=True)
+    shutil.copyfile(published / INDEX, folder / INDEX)
 
 
 @contextmanager

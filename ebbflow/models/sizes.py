@@ -88,7 +88,7 @@ def _measure_networks(adapter: Any, stored_bytes: int) -> ModelSizes:
     decoding = 0
     decoding_with_gradient = 0
     if vae is not None:
-        # Of modular pipelines a sample may be tokens, which are patches of the VAE's latents.
+        # A sample may be tokens, which are patches of the VAE's latents, or lack their only frame.
         latents = getattr(adapter, "vae_latent_shape", adapter.latent_shape)
         shape = get_picture_shape(latents)
         decoding = _decoding_bytes(vae, shape)
@@ -283,7 +283,7 @@ def _decoding_bytes(vae: Any, latent_shape: Sequence[int], with_gradient: bool =
     """
     # VAEs of videos take latents [N, C, frames, H, W], also for images.
     frames = []
-    if any(isinstance(layer, nn.Conv3d) for layer in vae.modules()):
+    if len(latent_shape) == 4 or any(isinstance(layer, nn.Conv3d) for layer in vae.modules()):
         frames = [min(2, latent_shape[1])] if with_gradient else [1]
     kind: Any = type(vae)
     # As text, which can be a key of the cache: an estimate of a recipe asks many times.

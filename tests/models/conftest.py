@@ -35,6 +35,7 @@ from benchmarks.tiny_models import build_tiny
 from ebbflow.models import load_model
 from ebbflow.models.families import load_adapter
 from ebbflow.models.families.flux2 import TextProcessor
+from ebbflow.models.families.qwen_image_21 import TextOnlyProcessor
 from ebbflow.models.families.qwen_image_edit import PictureProcessor, QwenImageEditModel
 from ebbflow.models.pipeline import PipelineModel
 from ebbflow.recipe.model import ModelConfig
@@ -143,6 +144,8 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
         parts = dict.fromkeys(absent)
         if name.startswith("qwen_image_edit"):
             parts["processor"] = PictureProcessor.from_pretrained(path / "processor")
+        if name == "qwen_image_21":
+            parts["processor"] = TextOnlyProcessor.from_folder(path)
         if name in ("flux2", "flux2_edit"):
             parts["tokenizer"] = None
         if name == "hunyuan_video":  # the class that it names loses the spaces of the text

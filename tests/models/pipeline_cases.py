@@ -34,7 +34,10 @@ VIDEOS = (
     *("wan_a14b", "wan_i2v", "hunyuan_video", "ltx_video", "ltx2", "hunyuan_video_15"),
     "wan_flf2v",
 )
-NEWER = ("z_image", "flux2_klein", "sana", "flux2", "lumina2", *EDITING, *VIDEOS, "flux3")
+NEWER = (
+    *("z_image", "flux2_klein", "sana", "flux2", "lumina2", *EDITING, *VIDEOS, "flux3"),
+    "qwen_image_21",
+)
 """Families that differ less from those of ``TINY``. Most tests run on them in ``make test-all``
 only.
 """
@@ -46,7 +49,7 @@ NEWER_FAMILIES_IN_TEST_ALL = [
 """All families, the newer ones in ``make test-all`` only."""
 NEWEST = (
     *("sana", "flux2", "flux2_edit", "lumina2", "hunyuan_video", "ltx_video", "ltx2"),
-    *("hunyuan_video_15", "flux3", "wan_flf2v"),
+    *("hunyuan_video_15", "flux3", "wan_flf2v", "qwen_image_21"),
 )
 """Families of which ``make test`` only shows that they generate the image of their pipeline, and
 for three (``OUR_LORA``) that the pipeline loads our adapters.
@@ -66,10 +69,16 @@ LONG = "a bowl of ripe fruit, 4 apples and 2 oranges, " * 80
 """More tokens than any of the pipelines reads, the one for editing apart."""
 MODULAR = ("flux3",)
 """Whose pipelines are modular."""
+COARSE = ("sana", "wan", "ltx_video", "ltx2", "qwen_image_21")
+"""Whose sizes are multiples of 32."""
 FIRST_AND_LAST = ("wan_flf2v",)
 """Which draw videos between two images, and no single frame."""
 WITHOUT_CALLBACK = ("hunyuan_video_15", "flux3")
 """Whose pipelines call nothing after a step."""
+ALONE = (*WITHOUT_CALLBACK, "qwen_image_21")
+"""Whose pipelines get one prompt at a time: FLUX.3's takes one, the VAE of HunyuanVideo-1.5 decodes
+one, and Qwen-Image-2.1's pads a batch to the longest prompt, which moves the positions of images.
+"""
 PLAIN_GUIDANCE = {
     "stg_scale": 0.0,
     "modality_scale": 1.0,
@@ -137,12 +146,13 @@ def needs_torchvision(name: str) -> bool:
     """Whether diffusers needs it to load the family's folders, for a processor of which Ebbflow
     needs less.
     """
-    return name.startswith(("qwen_image_edit", "flux2_edit")) or name in ("flux2", "flux3")
+    others = ("flux2", "flux3", "qwen_image_21")
+    return name.startswith(("qwen_image_edit", "flux2_edit")) or name in others
 
 
 def has_limit(name: str) -> bool:
     """Whether the family takes ``max_tokens``."""
-    return not name.startswith("qwen_image_edit")
+    return not name.startswith(("qwen_image_edit", "qwen_image_21"))
 
 
 def few_tokens(name: str) -> dict[str, int]:
@@ -210,20 +220,39 @@ def theirs(
     noises = generate_noise(
         model.latent_shape, SEED, [prompt.prompt_id for prompt in wanted], [0] * len(wanted)
     )
-    # An image for all prompts is what the pipelines for editing take, FLUX.3 takes one prompt, and
-    # HunyuanVideo-1.5's VAE decodes one sample.
-    alone = edits(model.config.family) or model.config.family in WITHOUT_CALLBACK
+    # An image for all prompts is what the pipelines for editing take.
+    alone = edits(model.config.family) or model.config.family in ALONE
     size = 1 if alone else len(wanted)
     parts = [slice(start, start + size) for start in range(0, len(wanted), size)]
     drawn = [_draw(pipeline, model, wanted[part], noises[part], steps) for part in parts]
     latents = torch.cat([latents for latents, _ in drawn])
-    images = 255 * np.concatenate([images for _, images in drawn])
+    images = 255 * np.concatenate([_on_white(images) for _, images in drawn])
     one_frame = images.ndim == 5 and model.config.frames == 1
-    if model.config.family in ("ltx_video", *MODULAR):
-        latents = latents.mT.reshape(-1, *model.latent_shape)
-    return unpack_tokens(latents, model.latent_shape) if _packs(model) else latents, images[
-        :, 0
-    ] if one_frame else images
+    return _unpack(model, latents), images[:, 0] if one_frame else images
+
+
+def their_latents(
+    pipeline: DiffusionPipeline, model: PipelineModel, prompt: Prompt, steps: int
+) -> Tensor:
+    """The latents of ``theirs`` alone, of one prompt."""
+    noise = generate_noise(model.latent_shape, SEED, [prompt.prompt_id], [0])
+    latents, _ = _draw(pipeline, model, [prompt], noise, steps, "latent")
+    return _unpack(model, latents)
+
+
+def _on_white(images: np.ndarray) -> np.ndarray:
+    """Images of three channels; those with an alpha channel, as a white page shows them."""
+    if images.shape[-1] == 3:
+        return images
+    colors, alpha = images[..., :3], images[..., 3:]
+    return colors * alpha + (1 - alpha)
+
+
+def _unpack(model: PipelineModel, latents: Tensor) -> Tensor:
+    """Latents in the pipeline's layout, in ours: [N, *latent_shape]."""
+    if model.config.family in ("ltx_video", "qwen_image_21", *MODULAR):
+        return latents.mT.reshape(-1, *model.latent_shape)
+    return unpack_tokens(latents, model.latent_shape) if _packs(model) else latents
 
 
 def _packs(model: PipelineModel) -> bool:
@@ -236,6 +265,7 @@ def _draw(
     wanted: Sequence[Prompt],
     noises: Tensor,
     steps: int,
+    output_type: str = "np",
 ) -> tuple[Tensor, np.ndarray]:
     """The latents after the last step, in the pipeline's own layout, and the pixels, in [0, 1]."""
     seen = []
@@ -282,7 +312,7 @@ def _draw(
             height=model.height,
             width=model.width,
             num_inference_steps=steps,
-            output_type="np",
+            output_type=output_type,
             **asked,
         )
     images = outputs["images"] if model.config.family in MODULAR else outputs[0]
@@ -338,7 +368,7 @@ def _asked(
         asked["guidance_scale_2"] = model.config.guidance_2
     if draws_videos(kind):
         asked["num_frames"] = model.config.frames
-    if kind == "ltx_video":
+    if kind in ("ltx_video", "qwen_image_21"):
         asked["latents"] = noises.flatten(2).mT
     if kind == "ltx2":
         asked |= PLAIN_GUIDANCE | _ask_ltx2(pipeline, model, noises)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from pipeline_cases import (
+    COARSE,
     EVERY,
     FIRST_AND_LAST,
     LONG,
@@ -35,8 +36,6 @@ WORDS = [
     "<b>two</b>",
     "cats",
 ]
-COARSE = ("sana", "wan", "ltx_video", "ltx2")
-"""Families whose sizes are multiples of 32."""
 NO_NEGATIVES = ("flux2_klein",)
 """Whose pipelines guide away from the empty prompt alone."""
 

@@ -43,11 +43,12 @@ def test_a_distilled_network_is_refused(tiny):
         type(model)._check_pipeline(distilled, model.config)
 
 
-def test_rows_keep_their_order_where_prompts_differ_in_length(tiny):
-    model = tiny("flux3", guidance=1.0)
-    wanted = prompts("flux3", ("a cat", "a red sign, " * 40, "a dog"))
+@pytest.mark.parametrize("name", ["flux3", "qwen_image_21"])
+def test_rows_keep_their_order_where_prompts_differ_in_length(tiny, name):
+    model = tiny(name, guidance=1.0)
+    wanted = prompts(name, ("a cat", "a red sign, " * 40, "a dog"))
     conditioning = model.encode_prompts(wanted)
-    assert conditioning["mask"].sum(1).unique().numel() == 2
+    assert conditioning["mask"].sum(1).unique().numel() >= 2
     latents = torch.randn(3, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.9, 0.5, 0.2])
     with torch.no_grad():

@@ -260,6 +260,8 @@ def test_limits_that_the_pipeline_would_not_keep_are_refused(open_tiny):
         ModelError, match="model.max_tokens = 8: .*reads prompts whole; leave it out"
     ):
         open_tiny("qwen_image_edit", max_tokens=8)
+    with pytest.raises(ModelError, match="max_tokens = 8: qwen_image_21 reads prompts whole"):
+        open_tiny("qwen_image_21", max_tokens=8)
     with pytest.raises(
         ModelError, match="model.max_tokens = 300: the network has positions for 299 at most"
     ):
@@ -290,6 +292,23 @@ def test_later_versions_of_ltx_2_are_refused(tiny, part, config, message):
     parts[part] = SimpleNamespace(config=SimpleNamespace(**{**parts[part].config, **config}))
     with pytest.raises(ModelError, match=message):
         type(model)._check_pipeline(SimpleNamespace(**parts), model.config)
+
+
+def test_a_qwen_image_21_with_a_schedule_of_its_own_is_refused(tiny):
+    model = tiny("qwen_image_21")
+    turbo = SimpleNamespace(config=SimpleNamespace(sample_sigmas=[1.0, 0.75, 0.5, 0.25]))
+    with pytest.raises(ModelError, match="is distilled to a fixed schedule of 4 steps; take Qwen"):
+        type(model)._check_pipeline(turbo, model.config)
+
+
+def test_rewards_see_transparent_images_on_white(tiny, monkeypatch):
+    model = tiny("qwen_image_21")
+    # Half transparent red: [1, 4, 1, H, W], of -1 to 1.
+    pixels = torch.tensor([1.0, -1, -1, 0]).view(1, 4, 1, 1, 1).expand(-1, -1, -1, 64, 64)
+    monkeypatch.setattr(model.pipeline.vae, "decode", lambda latents, return_dict: (pixels,))
+    image = model.decode_latents(torch.zeros(1, *model.latent_shape))
+    assert image.shape == (1, 64, 64, 3)
+    assert (image == [255, 128, 128]).all()
 
 
 # What follows from the family.
@@ -371,7 +390,7 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     with torch.no_grad():
         negative = predict(model, latents, sigma, conditioning.negative)
     expected = negative + 4 * (alone - negative)
-    if name.startswith("qwen"):
+    if name.startswith("qwen") and name != "qwen_image_21":
         tokens = pack_latents(expected)
         length = pack_latents(alone).norm(dim=-1, keepdim=True)
         expected = unpack_tokens(
@@ -442,6 +461,8 @@ def test_images_are_encoded_as_the_pipelines_encode_them(tiny, name, frames):
     vae = model.pipeline.vae
     pixels = torch.from_numpy(images).movedim(-1, 1) / 127.5 - 1
     pixels = pixels[:, :, None] if frames == 1 and name not in IMAGES else pixels
+    if name == "qwen_image_21":  # opaque
+        pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1)
     with torch.no_grad():
         shift, scale = shift_and_scale(name, vae)
         outputs = [vae.encode(row) for row in pixels.split(1)]

@@ -25,6 +25,7 @@ from diffusers import (
     LTX2Pipeline,
     LTXPipeline,
     Lumina2Pipeline,
+    QwenImage21Pipeline,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
@@ -83,6 +84,16 @@ PUBLISHED = {
         },
     ),
     "qwen_image": (QwenImagePipeline, QWEN),
+    "qwen_image_21": (
+        QwenImage21Pipeline,
+        {
+            "processor": "Qwen3VLProcessor",
+            "scheduler": "FlowMatchEulerDiscreteScheduler",
+            "text_encoder": "Qwen3VLForConditionalGeneration",
+            "transformer": "QwenImage21Transformer2DModel",
+            "vae": "AutoencoderKLQwenImage21",
+        },
+    ),
     "qwen_image_edit": (QwenImageEditPipeline, QWEN | {"processor": "Qwen2VLProcessor"}),
     "flux": (
         FluxPipeline,

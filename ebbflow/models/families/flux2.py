@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, ProcessorMixin
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning
-from ebbflow.models.folder import report_unreadable_parts
+from ebbflow.models.folder import copy_published_part, report_unreadable_parts
 from ebbflow.models.pipeline import (
     JOINT_ATTENTION,
     PackedPipelineModel,
@@ -167,14 +166,10 @@ class Flux2Model(Flux2Backbone):
         return {"tokenizer": None}
 
     def save(self, folder: Path) -> None:
-        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class
-        that only Ebbflow has.
-        """
+        """As ``ebbflow.models.base.Model.save``; the processor as it was published."""
         super().save(folder)
         # The folder that the pipeline was loaded from.
-        published = Path(self.pipeline.config._name_or_path)
-        shutil.copytree(published / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
-        shutil.copyfile(published / "model_index.json", folder / "model_index.json")
+        copy_published_part(Path(self.pipeline.config._name_or_path), folder, "tokenizer")
 
 
 def token_positions(latents: Tensor, image: int = 0) -> Tensor:

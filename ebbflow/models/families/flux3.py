@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from diffusers import Flux3AutoBlocks, Flux3ModularPipeline
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.models.equal_lengths import run_by_length
 from ebbflow.models.families.flux2 import TextProcessor
 from ebbflow.models.modular import ModularModel
 from ebbflow.recipe.families import Family
@@ -96,25 +96,11 @@ class Flux3Model(ModularModel):
         return {"embeds": embeds, "mask": torch.ones_like(embeds[:, :, 0], dtype=torch.bool)}
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        # The network attends to the padding of a prompt, and takes no mask: rows whose prompts fill
-        # as many windows of 80 tokens go through it together.
-        lengths = conditioning["mask"].sum(1)
-        different = lengths.unique().tolist()
-        if len(different) > 1 and isinstance(self.transformer, FSDPModule):
-            raise ModelError(
-                f"prompts of {' and '.join(map(str, different))} tokens in one batch: processes"
-                " that share the weights must call the network equally often; take prompts of"
-                " one length, up to a multiple of 80 tokens"
-            )
-        rows = [(lengths == length).nonzero()[:, 0] for length in different]
-        velocities = [
-            self._run_equal_lengths(
-                latents[index], sigma[index], conditioning["embeds"][index, :length]
-            )
-            for index, length in zip(rows, different, strict=True)
-        ]
-        order = torch.cat(rows).argsort()
-        return torch.cat(velocities)[order]
+        # The network attends to the padding of a prompt, and takes no mask. A prompt fills a number
+        # of windows of 80 tokens.
+        return run_by_length(
+            self.transformer, latents, sigma, conditioning, self._run_equal_lengths
+        )
 
     def _run_equal_lengths(self, latents: Tensor, sigma: Tensor, embeds: Tensor) -> Tensor:
         inputs = self._prepare_inputs(latents, prompt_embeds=embeds)

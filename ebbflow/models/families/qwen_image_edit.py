@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from transformers import Qwen2VLProcessor
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.editing import EditsImages, list_images
 from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, mask_or_none
+from ebbflow.models.folder import copy_published_part
 from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
@@ -105,14 +105,10 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
         return self._scale_latents(self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode())
 
     def save(self, folder: Path) -> None:
-        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class
-        that only Ebbflow has.
-        """
+        """As ``ebbflow.models.base.Model.save``; the processor as it was published."""
         super().save(folder)
         # The folder that the pipeline was loaded from.
-        published = Path(self.pipeline.config._name_or_path)
-        shutil.copytree(published / "processor", folder / "processor", dirs_exist_ok=True)
-        shutil.copyfile(published / "model_index.json", folder / "model_index.json")
+        copy_published_part(Path(self.pipeline.config._name_or_path), folder, "processor")
 
     def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
         width, height, _ = calculate_dimensions(self.edited_pixels, picture.width / picture.height)
