@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 ENGINE ?= .venv-vllm-omni
 EIGHT_BIT ?= .venv-8bit
+FLOAT8 ?= .venv-float8
 CONTAINER_TOOL ?= $(shell command -v podman || command -v docker)
 RECIPE ?= workflows/recipes/glyph.yaml
 # What uv's --torch-backend takes (cpu, cu128 ...), pypi, or auto: the build for this machine (containers/environment/choose_torch.py).
@@ -24,7 +25,7 @@ EIGHT_BIT_TESTS := $(addprefix tests/,training/test_adamw_8bit.py online/test_re
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-8bit test-containers test-ray-cluster test-kubernetes test-flyte lint docs docs-serve constraints ui clean
+.PHONY: help setup demo run test test-all test-faults soak test-vllm-omni test-8bit test-float8 test-containers test-ray-cluster test-kubernetes test-flyte lint docs docs-serve constraints ui clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
@@ -73,6 +74,15 @@ $(ENGINE)/ready: $(VENV)/ready containers/vllm-omni-cpu.txt containers/vllm-omni
 	$(BIN)/uv pip uninstall --quiet --python $(ENGINE)/bin/python torchaudio torchcodec
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(ENGINE)/bin/python --no-deps \
 		--build-constraints constraints.txt --editable . --editable containers/vllm_omni
+	touch $@
+
+test-float8: $(FLOAT8)/ready ## install torchao beside the environment (15 MB), and run the tests of rollouts in 8 bits
+	PYTHONPATH=$(abspath $(FLOAT8))$(PYTHONPATH:%=:%) $(BIN)/pytest -rs tests/rollouts/test_quantization.py
+
+# A folder of its own, as for bitsandbytes below.
+$(FLOAT8)/ready: $(VENV)/ready
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(FLOAT8) \
+		"$$(sed -n 's/^float8 = \["\(.*\)"\].*/\1/p' pyproject.toml)"
 	touch $@
 
 test-8bit: $(EIGHT_BIT)/ready ## install bitsandbytes beside the environment (130 MB), and run the tests of 8-bit AdamW

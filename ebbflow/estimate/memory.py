@@ -443,6 +443,9 @@ class ProcessMemory:
             config.kind != "online" or not config.window or bool(config.validation)
         )
         extra = self.merged_weight_bytes(precision) if merges else 0
+        if config.rollout_quantization:
+            # Beside the weights, which are there as they were after the rollout: a byte of each.
+            extra += sum(inputs * outputs for inputs, outputs in self.sizes.linears.values())
         if config.rollout_cache:
             # Blocks with attention to the text of their own, as Wan's, have two layers.
             attention_layers = sum(name.endswith(".to_q") for name in self.sizes.linears)

@@ -255,6 +255,7 @@ def _generate_groups(
             options: dict[str, Any] = {}
             if isinstance(engine, Diffusers):
                 options["cache"] = config.rollout_cache
+                options["quantization"] = config.rollout_quantization
             with watch(f"{ctx.stage_label}: generating {len(keys)} samples"):
                 rollouts, pictures = engine.generate(conditioning, keys, config.sampler, **options)
                 sounds = rollouts.sounds or decode_sounds(model, rollouts.latents)

@@ -19,7 +19,7 @@ from ebbflow.models import Conditioning
 from ebbflow.models.base import Size
 from ebbflow.online.tracing import TraceSpan
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.recipe.rollout_cache import FeatureCacheConfig
+from ebbflow.recipe.rollout_cache import FeatureCacheConfig, Quantization
 from ebbflow.rewards.combine import ScoreTable
 
 Handle = Any
@@ -44,6 +44,7 @@ class RolloutRequest:
         plan: which denoising steps are stochastic and trained.
         size: height and width of the images; None: those of the model.
         cache: of features, for samples to train on; a validation has none.
+        quantization: of the network, likewise.
         task: name of the call in the timeline.
         profiled: whether to profile the call.
     """
@@ -59,6 +60,7 @@ class RolloutRequest:
     profiled: bool = False
     size: Size | None = None
     cache: FeatureCacheConfig | None = None
+    quantization: Quantization | None = None
 
     @property
     def tree_nodes(self) -> np.ndarray:

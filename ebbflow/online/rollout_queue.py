@@ -313,6 +313,7 @@ class RolloutQueue:
                 profiled=profiled,
                 size=size,
                 cache=ctx.online_config.rollout_cache,
+                quantization=ctx.online_config.rollout_quantization,
             )
             requests.append(request)
         return requests

@@ -48,12 +48,14 @@ class RolloutWorker:
         receive_seconds = self._load_weights(weights, request.step)
         sized: AbstractContextManager[None] = nullcontext()
         generate: Callable[..., tuple[Rollouts, np.ndarray]] = self.engine.generate
-        if request.size or request.cache:
+        if request.size or request.cache or request.quantization:
             assert isinstance(self.engine, Diffusers), (
-                "the recipe rejects several sizes and caches of other engines"
+                "the recipe rejects several sizes, caches and 8 bits of other engines"
             )
             sized = generate_in_size(self.engine.policy.model, request.size)
-            generate = partial(self.engine.generate, cache=request.cache)
+            generate = partial(
+                self.engine.generate, cache=request.cache, quantization=request.quantization
+            )
         with (
             self.timer.time_task(request.task, request.step, request.profiled),
             sized,

@@ -1,13 +1,16 @@
-"""Feature caches of rollouts: what they skip, and which algorithms may train on their samples."""
+"""Rollouts that approximate the policy, by a feature cache or in 8 bits: what they skip or round,
+and which algorithms may train on their samples.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.recipe.base import Strict
+from ebbflow.recipe.base import RecipeError, Strict
 
 RATIO_REASON = "takes a ratio against the log-probs of the rollout, which must be the policy's own"
 REPEATED_REASON = (
@@ -96,43 +99,76 @@ RolloutCacheConfig = Annotated[
 ]
 
 
-def check_rollout_cache(stage: Any) -> None:
-    """Check that a stage (``StageConfig``) may generate with its ``rollout_cache``.
+Quantization = Literal["float8"]
+"""Products of rollouts in 8 bits of floating point, e4m3 (``ebbflow.rollouts.quantization``)."""
+
+
+def check_approximations(stage: Any) -> None:
+    """Check that a stage (``StageConfig``) may generate with its ``rollout_cache`` and its
+    ``rollout_quantization``.
 
     Raises:
         ValueError: it may not; names the key, the reason and the fix.
     """
     cache = stage.rollout_cache
+    if stage.rollout_quantization is not None:
+        _check_approximation(
+            stage, "rollout_quantization", f"rollout_quantization = {stage.rollout_quantization!r}"
+        )
     if cache is None:
         return
     key = f"rollout_cache.name = {cache.name!r}"
-    kind = stage.algorithm_kind
-    if not cache.is_lossless and not kind.trains_on_any_samples:
-        reason = RATIO_REASON if kind.records_trajectory else REPEATED_REASON
-        raise ValueError(
-            f"{key} approximates the network, and {stage.algorithm_name} {reason}; leave"
-            " rollout_cache out, or set algorithm.name to one that trains on final latents, such as"
-            " diffusion_nft"
-        )
-    # ``kind`` is a field of the subclasses.
-    if getattr(stage, "kind", "") == "custom":
-        raise ValueError(
-            f"{key}: a stage of your own kind generates as it likes; leave rollout_cache out"
-        )
-    if stage.source_file:
-        raise ValueError(
-            f"{key}: the stage trains on {stage.source_file} and generates nothing; leave"
-            " rollout_cache out"
-        )
-    if stage.engine != "diffusers":
-        raise ValueError(
-            f"{key} works on the network of this process, and engine = {stage.engine!r} has its"
-            " own; set engine: diffusers, or leave rollout_cache out"
-        )
+    _check_approximation(stage, "rollout_cache", key, cache.is_lossless)
     # A cache would add the residual of few rows to many: equal samples are predicted as one row
     # until the first noise makes them differ.
     if stage.shared_initial_noise:
         raise ValueError(
             f"{key} needs the same rows in every step, and shared_initial_noise predicts equal"
             " samples once; leave one of them out"
+        )
+
+
+def require_quantization(stage: Any, key: str) -> None:
+    """Check that what rounds the rollouts of a stage (``StageConfig``) is installed.
+
+    Args:
+        key: of the stage.
+
+    Raises:
+        RecipeError: it is not.
+    """
+    if stage.rollout_quantization and importlib.util.find_spec("torchao") is None:
+        raise RecipeError(
+            f"{key}.rollout_quantization = {stage.rollout_quantization!r} needs torchao, which is"
+            ' not installed; run `pip install "ebbflow[float8]"`, or leave it out'
+        )
+
+
+def _check_approximation(stage: Any, name: str, key: str, is_lossless: bool = False) -> None:
+    """Check that a stage may generate other samples than the policy's.
+
+    Args:
+        name: of the recipe's key.
+        key: with its value, for errors.
+    """
+    kind = stage.algorithm_kind
+    if not is_lossless and not kind.trains_on_any_samples:
+        reason = RATIO_REASON if kind.records_trajectory else REPEATED_REASON
+        raise ValueError(
+            f"{key} approximates the network, and {stage.algorithm_name} {reason}; leave"
+            f" {name} out, or set algorithm.name to one that trains on final latents, such as"
+            " diffusion_nft"
+        )
+    # ``kind`` is a field of the subclasses.
+    if getattr(stage, "kind", "") == "custom":
+        raise ValueError(f"{key}: a stage of your own kind generates as it likes; leave {name} out")
+    if stage.source_file:
+        raise ValueError(
+            f"{key}: the stage trains on {stage.source_file} and generates nothing; leave"
+            f" {name} out"
+        )
+    if stage.engine != "diffusers":
+        raise ValueError(
+            f"{key} works on the network of this process, and engine = {stage.engine!r} has its"
+            f" own; set engine: diffusers, or leave {name} out"
         )

@@ -136,6 +136,29 @@ def check_engines_support_model(
         )
 
 
+def check_rollout_quantization(stages: Sequence[StageConfig], model: ModelConfig) -> None:
+    """Check that the network can generate in 8 bits where a stage asks for it.
+
+    Raises:
+        ValueError: it cannot; names the stage and the fix.
+    """
+    for index, stage in enumerate(stages):
+        if stage.rollout_quantization is None:
+            continue
+        key = f"stages.{index}.rollout_quantization = {stage.rollout_quantization!r}"
+        precision = stage.rollout_precision or model.precision
+        if precision != "bfloat16":
+            raise ValueError(
+                f"{key} rounds the products of bfloat16, and rollouts are in {precision}; set"
+                " rollout_precision: bfloat16, or leave rollout_quantization out"
+            )
+        if model.compile == "blocks":
+            raise ValueError(
+                f"{key} replaces the weights of compiled blocks; set model.compile: off, or leave"
+                " rollout_quantization out"
+            )
+
+
 def check_rollout_caches(stages: Sequence[StageConfig], model: ModelConfig) -> None:
     """Check that the network can generate with the feature cache of each stage.
 

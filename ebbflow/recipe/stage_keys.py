@@ -27,7 +27,7 @@ from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.recipe.plugins import describe_choices, validate_name_or_path
 from ebbflow.recipe.registry import AnyAlgorithmConfig
 from ebbflow.recipe.rewards import MAX_WEIGHT
-from ebbflow.recipe.rollout_cache import RolloutCacheConfig
+from ebbflow.recipe.rollout_cache import Quantization, RolloutCacheConfig
 
 
 class CheckpointsConfig(Strict):
@@ -100,6 +100,9 @@ class GenerationKeys(Strict):
     rollout_cache: RolloutCacheConfig | None = None
     """Feature cache of rollouts: faster samples that approximate the policy's, for algorithms
     without a ratio (docs/online.md). Validation and evaluation never use it. Default: none."""
+    rollout_quantization: Quantization | None = None
+    """``float8``: products of rollouts in 8 bits, by torchao (extra ``float8``), of a network in
+    bfloat16, for the same algorithms. Validation and evaluation never use it. Default: none."""
 
 
 class LimitKeys(Strict):

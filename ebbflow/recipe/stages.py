@@ -17,7 +17,7 @@ from ebbflow.recipe.passes import choose_pass_size
 from ebbflow.recipe.paths import PathText
 from ebbflow.recipe.plugins import validate_name_or_path
 from ebbflow.recipe.registry import AnyAlgorithmConfig, default_algorithm
-from ebbflow.recipe.rollout_cache import check_rollout_cache
+from ebbflow.recipe.rollout_cache import check_approximations
 from ebbflow.recipe.stage_defaults import add_algorithm_defaults
 from ebbflow.recipe.stage_keys import GenerationKeys, LearningKeys, LimitKeys
 
@@ -111,7 +111,7 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
                 " it in one"
             )
         self.algorithm_kind.check_stage(self)
-        check_rollout_cache(self)
+        check_approximations(self)
         if self.advantages.clip is None and not self.algorithm_kind.records_trajectory:
             raise ValueError(
                 "advantages.clip = null is for algorithms on trajectories, and"

@@ -18,9 +18,10 @@ from ebbflow.models.sound import decode_sounds
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.plugins import check_members, import_object
-from ebbflow.recipe.rollout_cache import FeatureCacheConfig
+from ebbflow.recipe.rollout_cache import FeatureCacheConfig, Quantization
 from ebbflow.rewards.samples import reads_any
 from ebbflow.rollouts.generate import Rollouts, generate_samples
+from ebbflow.rollouts.quantization import quantize_linears
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify_committed_folder
 from ebbflow.training.policy import Policy
@@ -112,16 +113,32 @@ class Diffusers:
         sampler: SamplerConfig,
         plan: Plan | None = None,
         cache: FeatureCacheConfig | None = None,
+        quantization: Quantization | None = None,
     ) -> tuple[Rollouts, np.ndarray]:
-        """As the protocol; ``cache`` as of ``generate_samples``, for samples to train on."""
+        """As the protocol; ``cache`` as of ``generate_samples``, for samples to train on, and the
+        network quantised likewise.
+
+        Raises:
+            ValueError: a plan, whose log-probs must be those of the network, with either.
+            ModelError: the network cannot generate so.
+        """
         model = self.policy.model
+        if plan is not None and quantization is not None:
+            raise ValueError(
+                "the log-probabilities of a plan are those of the network, and"
+                f" {quantization!r} rounds it; leave one of them out"
+            )
         # Requests carry their conditioning on the CPU, as they travel between processes.
         conditioning = conditioning.to(device_of(model))
         # A trajectory is compared with the predictions of training: it must come from the same
         # products.
         merged = nullcontext() if plan else self.policy.merge_adapters(self.precision)
         # Read at every call, because a validation may have it generate with another copy.
-        with self.policy.use_copy(self.generates), merged:
+        with (
+            self.policy.use_copy(self.generates),
+            merged,
+            quantize_linears(model, quantization),
+        ):
             rollouts = generate_samples(
                 model,
                 conditioning,

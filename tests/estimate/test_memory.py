@@ -566,6 +566,24 @@ def test_processes_that_share_tokens_have_a_share_of_the_activations_of_more_sam
     assert alone.items() <= shared.memory.items()
 
 
+def test_rollouts_in_8_bits_keep_a_byte_of_each_weight_beside_the_weights(make_recipe):
+    stage = {
+        "algorithm": {"name": "diffusion_nft"},
+        "sampler": {"name": "ode", "steps": 3},
+        "rollout_precision": "bfloat16",
+        "shards": 1,
+    }
+    exact, rounded = (
+        estimate_recipe(make_recipe(offline=stage | {"rollout_quantization": key}))
+        for key in (None, "float8")
+    )
+    linears = exact.sizes.linears.values()
+    names = [name for name in exact.memory if name.endswith("offline rollout")]
+    assert len(names) == 1
+    before, after = (made.memory[names[0]].activations for made in (exact, rounded))
+    assert after - before == sum(inputs * outputs for inputs, outputs in linears)
+
+
 def test_colocated_processes_that_share_tokens_have_a_share_of_them(make_recipe):
     stage = {"placement": "colocated", "prompts_per_step": 8}
     recipe = make_recipe(online=stage)

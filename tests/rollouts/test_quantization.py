@@ -1,0 +1,238 @@
+"""Rollouts in 8 bits: what is refused, that nothing else than rollouts is rounded, and how far they
+are from float32.
+
+Where torchao is not installed, a stand-in rounds the weights as it does without a GPU: row by row,
+to e4m3. ``make test-float8`` installs torchao into a folder of its own and runs the tests with it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ebbflow.models.base import ModelError, predict, predict_in_float32
+from ebbflow.models.glyph_training.trained import load_trained_glyph
+from ebbflow.offline.rollouts import write_shard
+from ebbflow.online.monitor import build_validation_requests
+from ebbflow.online.prompt_sampler import PromptSampler
+from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe.digest import compute_digest
+from ebbflow.recipe.model import GlyphTrainingConfig
+from ebbflow.recipe.policy import PolicyConfig
+from ebbflow.recipe.rollout_cache import require_quantization
+from ebbflow.rollouts import engine
+from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.quantization import quantize_linears
+from ebbflow.rollouts.weights import WeightsVersion
+from ebbflow.stage import StageContext
+from ebbflow.training.policy import Policy
+from tests.glyph_stages import small_stage
+
+NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
+FLOAT8 = {"rollout_precision": "bfloat16", "rollout_quantization": "float8"}
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def quantize_rows(layers: nn.Module, config: object) -> None:
+    for module in layers.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight.detach()
+            scale = weight.float().abs().amax(1, keepdim=True) / LARGEST
+            rounded = (weight.float() / scale).to(torch.float8_e4m3fn).float() * scale
+            module.weight = nn.Parameter(rounded.to(weight.dtype), requires_grad=False)
+
+
+@pytest.fixture(autouse=True)
+def torchao(monkeypatch):
+    if importlib.util.find_spec("torchao") is not None:
+        return
+    stand_in = ModuleType("torchao.quantization")
+    stand_in.quantize_ = quantize_rows
+    for name in ("Float8DynamicActivationFloat8WeightConfig", "Float8WeightOnlyConfig", "PerRow"):
+        setattr(stand_in, name, SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", stand_in)
+
+
+@pytest.fixture
+def trained_model():
+    """The glyph model of the package, for this test alone."""
+    model = load_trained_glyph(GlyphTrainingConfig())
+    assert model is not None
+    return model
+
+
+def build(stage, **model):
+    return Recipe.model_validate({"model": model, "stages": [small_stage(stage)]})
+
+
+@pytest.mark.parametrize(
+    ("stage", "model", "said"),
+    [
+        (
+            {"kind": "online", "algorithm": {"name": "flow_grpo"}, **FLOAT8},
+            {},
+            "rollout_quantization = 'float8' approximates the network, and flow_grpo takes a ratio",
+        ),
+        (
+            {"kind": "online", "algorithm": {"name": "draft"}, **FLOAT8},
+            {},
+            "and draft generates the samples of the rollout again",
+        ),
+        (
+            {"kind": "online", **NFT, "rollout_quantization": "float8"},
+            {},
+            "rollouts are in float32; set rollout_precision: bfloat16",
+        ),
+        (
+            {"kind": "online", **NFT, **FLOAT8, "engine": "vllm_omni"},
+            {},
+            "engine = 'vllm_omni' has its own; set engine: diffusers",
+        ),
+        (
+            {"kind": "online", **NFT, **FLOAT8},
+            {"compile": "blocks"},
+            "replaces the weights of compiled blocks; set model.compile: off",
+        ),
+    ],
+    ids=["ratio", "again", "precision", "engine", "compiled"],
+)
+def test_what_cannot_be_generated_in_8_bits_is_refused(stage, model, said):
+    with pytest.raises(RecipeError) as error:
+        build(stage, **model)
+    assert said in str(error.value)
+
+
+def test_recipes_without_it_keep_their_digest():
+    stage = {"kind": "online", **NFT}
+    assert compute_digest(build(stage | {"rollout_quantization": None})) == compute_digest(
+        build(stage)
+    )
+
+
+def test_a_check_names_the_extra_that_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    stage = build({"kind": "online", **NFT, **FLOAT8}).stages[0]
+    with pytest.raises(RecipeError, match=r'stages\.2\.roll.*`pip install "ebbflow\[float8\]"`'):
+        require_quantization(stage, "stages.2")
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_rollouts_are_rounded_and_nothing_else_is(trained_model, make_recipe, make_prompts, train):
+    config = {"train": train} if train == "full" else {"train": train, "rank": 2}
+    policy = Policy(trained_model, PolicyConfig(**config), 0)
+    weights = {key: value.clone() for key, value in trained_model.transformer.state_dict().items()}
+    parameters = dict(trained_model.transformer.named_parameters())
+    recipe = make_recipe(online={**NFT, **FLOAT8}, evaluation={"steps": 3})
+    ctx = SimpleNamespace(recipe=recipe, config=recipe.stages[0])
+
+    def embed(prompts):
+        return trained_model.encode_texts([prompt.target for prompt in prompts])
+
+    # What decides over a policy is generated without it.
+    (request,) = build_validation_requests(ctx, make_prompts(4), embed, version=0)
+    assert request.quantization is None
+    worker = RolloutWorker(Diffusers(ctx, policy))
+    plain = worker.generate(request, WeightsVersion(0))[0].latents
+    rounding = request.__class__(**{**vars(request), "quantization": "float8"})
+    rounded = worker.generate(rounding, WeightsVersion(0))[0].latents
+    assert not torch.equal(rounded, plain)
+    assert torch.equal(worker.generate(request, WeightsVersion(0))[0].latents, plain)
+    # Training goes on with the same objects, and with every bit of them.
+    after = dict(trained_model.transformer.named_parameters())
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+    for key, value in trained_model.transformer.state_dict().items():
+        assert torch.equal(value, weights[key])
+
+
+def test_samples_to_train_on_are_generated_so(
+    trained_model, make_recipe, make_prompts, tmp_path, monkeypatch
+):
+    recipe = make_recipe(online={**NFT, **FLOAT8}, offline={**NFT, **FLOAT8, "shards": 1})
+    online, offline = (StageContext(recipe, 0, stage) for stage in (0, 1))
+    sampler = PromptSampler(online, make_prompts(9))
+    workers = SimpleNamespace(steps_before=0)
+    requests = RolloutQueue(online, workers, sampler, lambda wanted: None).build_requests(0)
+    assert {request.quantization for request in requests} == {"float8"}
+
+    asked = []
+
+    def watch(model, quantization):
+        asked.append(quantization)
+        return quantize_linears(model, quantization)
+
+    monkeypatch.setattr(engine, "quantize_linears", watch)
+    policy = Policy(trained_model, PolicyConfig(train="full"), 0)
+    policy.ensure_copy("old")
+    write_shard(offline, trained_model, policy, 0, make_prompts(2), 0, tmp_path / "shard.parquet")
+    assert set(asked) == {"float8"}
+
+
+def test_weights_are_put_back_after_an_error(trained_model):
+    parameters = dict(trained_model.transformer.named_parameters())
+    with (
+        pytest.raises(RuntimeError, match="in the block"),
+        quantize_linears(trained_model, "float8"),
+    ):
+        raise RuntimeError("in the block")
+    after = dict(trained_model.transformer.named_parameters())
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+
+
+def test_a_plan_is_refused(trained_model):
+    policy = Policy(trained_model, PolicyConfig(train="full"), 0)
+    stage = SimpleNamespace(micro_batch=4, rollout_precision="bfloat16")
+    diffusers = Diffusers(SimpleNamespace(config=stage), policy)
+    with pytest.raises(ValueError, match="'float8' rounds it; leave one of them out"):
+        diffusers.generate(None, None, None, plan=SimpleNamespace(), quantization="float8")
+
+
+def test_a_gpu_without_products_in_8_bits_is_named(trained_model, monkeypatch):
+    monkeypatch.setattr(
+        "ebbflow.rollouts.quantization.device_of", lambda model: torch.device("cuda", 0)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with (
+        pytest.raises(ModelError, match=r"NVIDIA A100 does not multiply .* capability 8\.9"),
+        quantize_linears(trained_model, "float8"),
+    ):
+        pass
+
+
+def test_sharded_weights_are_refused(trained_model, monkeypatch):
+    monkeypatch.setattr("ebbflow.rollouts.quantization.DTensor", nn.Parameter)
+    with (
+        pytest.raises(ModelError, match="these are sharded; set train_sharding: replicated"),
+        quantize_linears(trained_model, "float8"),
+    ):
+        pass
+
+
+def test_the_velocity_is_as_far_from_float32_as_e4m3_rounds(trained_model):
+    """e4m3 has 3 bits of fraction: a weight moves by 2^-4 of itself at most, and by 2^-4 / sqrt(3)
+    in the mean square where its last place is uniform.
+    """
+    conditioning = trained_model.encode_texts(["ABCD", "EFGH"])
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, *trained_model.latent_shape, generator=generator)
+    sigma = torch.tensor([0.9, 0.5])
+    with torch.no_grad():
+        truth = predict_in_float32(trained_model, latents, sigma, conditioning)
+        bfloat16 = predict(trained_model, latents, sigma, conditioning, "bfloat16")
+        with quantize_linears(trained_model, "float8"):
+            float8 = predict(trained_model, latents, sigma, conditioning, "bfloat16")
+    rounding = measure_error(bfloat16, truth)
+    error = measure_error(float8, truth)
+    assert rounding < error < 2**-4
+
+
+def measure_error(velocity: Tensor, truth: Tensor) -> float:
+    """The root mean square of the error, relative to the velocity."""
+    return ((velocity - truth).square().mean() / truth.square().mean()).sqrt().item()
