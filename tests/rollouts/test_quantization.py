@@ -130,7 +130,7 @@ def test_rollouts_are_rounded_and_nothing_else_is(trained_model, make_recipe, ma
     weights = {key: value.clone() for key, value in trained_model.transformer.state_dict().items()}
     parameters = dict(trained_model.transformer.named_parameters())
     recipe = make_recipe(online={**NFT, **FLOAT8}, evaluation={"steps": 3})
-    ctx = SimpleNamespace(recipe=recipe, config=recipe.stages[0])
+    ctx = StageContext(recipe, 0, 0)
 
     def embed(prompts):
         return trained_model.encode_texts([prompt.target for prompt in prompts])
@@ -185,10 +185,9 @@ def test_weights_are_put_back_after_an_error(trained_model):
     assert all(after[name] is parameter for name, parameter in parameters.items())
 
 
-def test_a_plan_is_refused(trained_model):
+def test_a_plan_is_refused(trained_model, make_recipe):
     policy = Policy(trained_model, PolicyConfig(train="full"), 0)
-    stage = SimpleNamespace(micro_batch=4, rollout_precision="bfloat16")
-    diffusers = Diffusers(SimpleNamespace(config=stage), policy)
+    diffusers = Diffusers(StageContext(make_recipe(online=NFT), 0, 0), policy)
     with pytest.raises(ValueError, match="'float8' rounds it; leave one of them out"):
         diffusers.generate(None, None, None, plan=SimpleNamespace(), quantization="float8")
 
