@@ -95,6 +95,20 @@ PUBLISHED = {
         "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
         "evaluation": 40,
     },
+    "ltx2_omninft": {
+        "model": {"family": "ltx2", "path": "Lightricks/LTX-2", "height": 512, "width": 768}
+        | {"frames": 121, "guidance": 1.5, "gradient_checkpointing": True},
+        "policy": {"train": "lora", "rank": 32, "alpha": 64, "ema": None},
+        "stage": {"prompts_per_step": 4, "group_size": 8, "updates_per_step": 1, "window": None}
+        | {"latent_weights": {"video": 1.0, "sound": 1.0}},
+        "algorithm": {"name": "diffusion_nft", "beta": 1.0, "noise_levels": 8, "advantages": "all"}
+        | {"sigma": SigmaConfig(kind="schedule", stratified=False, min=0.94)},
+        "sampler": {"name": "ode", "steps": 20, "eta": None},
+        "advantages": {"std": "global", "combine": "per_reward", "clip": 5.0},
+        "reference": {"weight": 1e-4, "penalty": "velocity"},
+        "optimizer": {"lr": 3e-5, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "evaluation": 40,
+    },
     "qwen_image_ocr": {
         "model": {"family": "qwen_image", "path": "Qwen/Qwen-Image", "height": 512, "width": 512}
         | {"guidance": 4.0, "max_tokens": 256, "gradient_checkpointing": True},
@@ -338,6 +352,7 @@ REWARDS = {
     "sd35_medium_ocr": ["ocr"],
     "sd35_medium_ocr_512": ["ocr"],
     "sd35_medium_nft": ["pickscore"],
+    "ltx2_omninft": ["videoalign", "hpsv3", "clap", "audio_video_sync"],
     "qwen_image_ocr": ["ocr"],
     "qwen_image_edit": ["pickscore"],
     "qwen_image_edit_2511": ["pickscore"],
@@ -424,6 +439,16 @@ def value_at(stage, key):
     return reduce(getattr, key.split("."), stage)
 
 
+def test_rewards_of_omninft_are_routed_and_weighted_as_published():
+    recipe = recipe_of("ltx2_omninft")
+    assert {reward.name: (reward.latents, reward.weight) for reward in recipe.rewards} == {
+        "videoalign": (["video"], 1.0),
+        "hpsv3": (["video"], 1.5),
+        "clap": (["sound"], 1.0),
+        "audio_video_sync": ([], 1.0),
+    }
+
+
 @pytest.mark.parametrize("name", SPECIALISTS)
 def test_the_prompts_of_specialists_are_there_and_are_enough(name):
     recipe = recipe_of(name)
@@ -504,7 +529,7 @@ def test_the_same_repository_has_the_same_commit_everywhere():
             r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()
         ):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 18
+    assert len(commits) == 22
     assert all(len(known) == 1 for known in commits.values())
 
 
