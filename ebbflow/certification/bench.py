@@ -332,7 +332,11 @@ def build_prompts(family: str) -> list[Prompt]:
     images: list[bytes | None] = [None] * len(TEXTS)
     if facts is not None and facts.edits_images:
         coarse = np.random.default_rng(SEED).integers(0, 256, (len(TEXTS), 4, 4, 3), dtype=np.uint8)
-        images = list(encode_pngs(coarse.repeat(IMAGE_SIDE // 4, 1).repeat(IMAGE_SIDE // 4, 2)))
+        # As many as the family needs, each the same: their places tell them apart.
+        images = [
+            image * facts.min_images
+            for image in encode_pngs(coarse.repeat(IMAGE_SIDE // 4, 1).repeat(IMAGE_SIDE // 4, 2))
+        ]
     return [
         Prompt(row, text, NEGATIVE, None, "certificate", "train", "{}", image)
         for row, (text, image) in enumerate(zip(TEXTS, images, strict=True))

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbflow.data.images import split_condition_images
 from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import (
     Prompt,
@@ -29,7 +30,7 @@ from ebbflow.data.prompts import (
 from ebbflow.data.twins import find_near_duplicates, hash_input
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import shorten_value
-from ebbflow.recipe.families import find_family
+from ebbflow.recipe.families import Family, find_family
 from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
@@ -323,6 +324,33 @@ def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> No
             " remove the column, or use a family that edits images",
             stacklevel=3,
         )
+    if record and record.edits_images:
+        _check_image_counts(rows, family, record)
+
+
+def _check_image_counts(rows: list[PromptRow], family: str, record: Family) -> None:
+    """Check that every prompt has as many images as its family takes, and all as many: rows of one
+    batch have the same shapes.
+    """
+    first = None
+    for row in rows:
+        count = len(split_condition_images(row.image or b""))
+        if not record.takes_images(count):
+            raise PromptError(
+                f"{row.location}: image has {format_count(count, 'image')}, and {family} takes"
+                f" {record.describe_images()}; "
+                + (
+                    "write a list of as many"
+                    if count < record.min_images
+                    else "leave the others out, or take a family for several (docs/models.md)"
+                )
+            )
+        first = first or (row.location, count)
+        if count != first[1]:
+            raise PromptError(
+                f"{row.location}: image has {format_count(count, 'image')}, and {first[0]} has"
+                f" {first[1]}; give each prompt of a run as many"
+            )
 
 
 def _warn_about_negative_prompts(

@@ -301,6 +301,7 @@ def _parse_row(record: Record, location: str, path: Path) -> PromptRow:
         source=path.name,
         metadata=_read_metadata(record, location),
         image=_read_condition_image(record, location, path.parent),
+        location=location,
     )
 
 

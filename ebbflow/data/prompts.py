@@ -70,6 +70,8 @@ class PromptRow:
     """Further columns of the source, as a JSON object with sorted keys."""
     image: bytes | None = field(default=None, repr=False)
     """PNG of the image to edit, for image-to-image models; of several, one file after another."""
+    location: str = field(default="", repr=False, compare=False)
+    """File and line, for errors."""
 
 
 def make_glyph_prompts(

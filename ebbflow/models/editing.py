@@ -13,9 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from ebbflow.data.images import split_condition_images
-from ebbflow.data.prompts import Prompt
+from ebbflow.data.prompts import Prompt, format_count
 from ebbflow.models.base import Conditioning, ModelError
 from ebbflow.models.pipeline import PipelineModel
+from ebbflow.recipe.families import Family
 
 
 class EditsImages(PipelineModel):
@@ -23,10 +24,12 @@ class EditsImages(PipelineModel):
     each, "image", "image_2", "image_3" ..., [N, C, H, W].
 
     Attributes:
-        takes_several_images: whether a prompt may have more than one.
+        min_images: the fewest images of a prompt, as the family's record says.
+        max_images: the most; None: any number.
     """
 
-    takes_several_images: ClassVar[bool] = False
+    min_images: ClassVar[int] = 1
+    max_images: ClassVar[int | None] = 1
 
     @abstractmethod
     def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
@@ -40,7 +43,7 @@ class EditsImages(PipelineModel):
         """As ``ebbflow.models.base.Model.encode_prompts``.
 
         Raises:
-            ModelError: a prompt has no image, or several for a family that takes one; or the images
+            ModelError: a prompt has no image, or more or fewer than the family takes; or the images
                 of two prompts would be scaled to different sizes.
         """
         # Latents of different sizes cannot be rows of one tensor [N, C, H, W], and cannot be
@@ -76,10 +79,12 @@ class EditsImages(PipelineModel):
                 " 'image' to the prompts"
             )
         files = split_condition_images(prompt.image)
-        if len(files) > 1 and not self.takes_several_images:
+        record = Family("", min_images=self.min_images, max_images=self.max_images)
+        if not record.takes_images(len(files)):
             raise ModelError(
-                f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has {len(files)} images, and"
-                f" {self.config.family} takes one; give one, or take a family for several"
+                f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has"
+                f" {format_count(len(files), 'image')}, and {self.config.family} takes"
+                f" {record.describe_images()}; change the column 'image', or the family"
                 " (docs/models.md)"
             )
         return [Image.open(io.BytesIO(file)).convert("RGB") for file in files]

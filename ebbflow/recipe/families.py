@@ -30,6 +30,8 @@ class Family:
         adapter: class of its file, an ``ebbflow.models.base.Model``.
         guided: whether it has classifier-free guidance, and so reads negative prompts.
         edits_images: whether every prompt comes with an image.
+        min_images: the fewest images of a prompt, where it edits them.
+        max_images: the most; None: any number.
         experts: whether it has one transformer for high noise and one for low noise;
             ``model.expert`` names the one that is trained, or both.
         diffusers: whether ``DiffusionPipeline.from_pretrained`` loads its folders and generates
@@ -56,6 +58,8 @@ class Family:
     adapter: str
     guided: bool = True
     edits_images: bool = False
+    min_images: int = 1
+    max_images: int | None = 1
     experts: bool = False
     diffusers: bool = True
     vllm_omni: str | None = None
@@ -66,6 +70,18 @@ class Family:
     modular: bool = False
     latents: tuple[str, ...] = ()
     caveat: str = ""
+
+    def takes_images(self, count: int) -> bool:
+        """Whether a prompt may have so many images, of a family that edits them."""
+        return self.min_images <= count and (self.max_images is None or count <= self.max_images)
+
+    def describe_images(self) -> str:
+        """How many images a prompt has, in words: "2", "1 or more"."""
+        if self.max_images is None:
+            return f"{self.min_images} or more"
+        if self.min_images == self.max_images:
+            return str(self.max_images)
+        return f"{self.min_images} to {self.max_images}"
 
 
 def _read_family_record(file: Path) -> Family | None:

@@ -22,6 +22,7 @@ from ebbflow.certification.certify import certify_engine, open_certified_engine
 from ebbflow.certification.page import write_page
 from ebbflow.certification.weight_lines import group_layers
 from ebbflow.cli import main
+from ebbflow.data.images import split_condition_images
 from ebbflow.flow.noise import generate_initial_noise
 from ebbflow.models import load_model
 from ebbflow.recipe.model import ModelConfig
@@ -64,6 +65,12 @@ def test_a_request_for_several_latents_names_the_noise_of_the_model(tmp_path):
     request = bench.build_request([0], 2)
     expected = generate_initial_noise(model.latent_shape, request.keys)
     assert torch.equal(request.generate_noise(0), expected)
+
+
+@pytest.mark.parametrize(("family", "count"), [("wan_flf2v", 2), ("flux2_edit", 1)])
+def test_a_certificate_has_as_many_images_as_the_family_needs(family, count):
+    prompts = build_prompts(family)
+    assert {len(split_condition_images(prompt.image or b"")) for prompt in prompts} == {count}
 
 
 def list_failed(certificate):

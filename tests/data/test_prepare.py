@@ -272,6 +272,26 @@ def test_an_editing_model_without_an_image_to_edit_is_said_at_once(tmp_path: Pat
         prepare_prompt_table(of_family("qwen_image_edit", source), source)
 
 
+@pytest.mark.parametrize(
+    ("family", "counts", "message"),
+    [
+        ("flux_kontext", [1, 2, 1], r"line 2: image has 2 images, and flux_kontext takes 1; leave"),
+        ("wan_flf2v", [2, 1, 2], r"line 2: image has 1 image, and wan_flf2v takes 2; write a list"),
+        ("wan_flf2v", [2, 2, 3], r"line 3: image has 3 images, and wan_flf2v takes 2; leave the"),
+        ("flux2_edit", [2, 2, 3], r"line 3: image has 3 images, and .*line 1 has 2; give each"),
+    ],
+)
+def test_a_prompt_with_another_number_of_images_is_refused_by_its_line(
+    tmp_path: Path, family: str, counts: list[int], message: str
+) -> None:
+    source = prompts_with_images(tmp_path)
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    kept = [{**row, "image": [row["image"]] * n} for row, n in zip(rows, counts, strict=False)]
+    source.write_text("\n".join(json.dumps(row) for row in kept))
+    with pytest.raises(PromptError, match=message):
+        prepare_prompt_table(of_family(family, source), source)
+
+
 def test_images_that_the_model_does_not_look_at_are_warned_of(tmp_path: Path) -> None:
     source = prompts_with_images(tmp_path, without=3)
     with pytest.warns(

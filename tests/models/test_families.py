@@ -24,6 +24,9 @@ def test_a_record_names_an_adapter_that_agrees_with_it(family):
     adapter = load_adapter(family)
     assert adapter.guided == record.guided
     assert ("vae" in adapter.text_parts) == record.edits_images
+    if record.edits_images:
+        assert adapter.min_images == record.min_images
+        assert adapter.max_images == record.max_images
     assert issubclass(adapter, PipelineModel) == (family != "glyph")
 
 

@@ -90,7 +90,7 @@ def test_latents_are_the_pipelines(tiny, peer, name, case):
         size = tuple(int(edge) for edge in rng.integers(64 if name == "flux2_edit" else 24, 130, 2))
     model = tiny(name, **draw_config(name, rng))
     further = []
-    if getattr(model, "takes_several_images", False) and name not in FIRST_AND_LAST:
+    if getattr(model, "max_images", 1) is None:
         edges = rng.integers(64, 130, (int(rng.integers(3)), 2))
         further = [tuple(int(edge) for edge in pair) for pair in edges]
     wanted = prompts(name, texts, negatives, size, further)

@@ -88,14 +88,14 @@ def test_a_step_on_prompts_with_several_images_begins_with_a_ratio_of_one(open_t
 @pytest.mark.parametrize("name", ["qwen_image_edit", "flux_kontext", "wan_i2v"])
 def test_families_of_one_image_refuse_more(tiny, name):
     with pytest.raises(
-        ModelError, match=rf"prompt 0 .* has 2 images, and {name} takes one; give one"
+        ModelError, match=rf"prompt 0 .* has 2 images, and {name} takes 1; change the column"
     ):
         tiny(name).encode_prompts(prompts(name, SHORT[:1], further=FURTHER[:1]))
 
 
 def test_a_first_frame_without_a_last_one_is_refused(tiny):
     (prompt,) = prompts("wan_flf2v", SHORT[:1])
-    with pytest.raises(ModelError, match="has 1 image.s., and wan_flf2v takes two, a first and a"):
+    with pytest.raises(ModelError, match="has 1 image, and wan_flf2v takes 2; change the column"):
         tiny("wan_flf2v").encode_prompts([replace(prompt, image=picture(64, 64))])
 
 

@@ -19,6 +19,7 @@ FAMILY = Family(
     adapter="Flux2EditModel",
     guided=False,
     edits_images=True,
+    max_images=None,
     feature_caches=("taylor_seer", "mag"),
 )
 MAX_PIXELS = 1024 * 1024
@@ -32,7 +33,8 @@ class Flux2EditModel(EditsImages, Flux2Model):
     It draws the size that it is asked for, whatever the size of the image.
     """
 
-    takes_several_images = True
+    min_images = FAMILY.min_images
+    max_images = FAMILY.max_images
     text_parts = ("text_encoder", "vae")
     # The image to edit has any number of tokens, which may not divide.
     shares_tokens = False

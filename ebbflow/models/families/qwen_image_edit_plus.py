@@ -17,6 +17,7 @@ from ebbflow.recipe.families import Family
 FAMILY = Family(
     adapter="QwenImageEditPlusModel",
     edits_images=True,
+    max_images=None,
     feature_caches=("first_block", "taylor_seer", "mag"),
 )
 
@@ -27,7 +28,8 @@ class QwenImageEditPlusModel(QwenImageEditModel):
     """
 
     pipeline_class = QwenImageEditPlusPipeline
-    takes_several_images = True
+    min_images = FAMILY.min_images
+    max_images = FAMILY.max_images
     published = {"Qwen/Qwen-Image-Edit-2509": PARTS, "Qwen/Qwen-Image-Edit-2511": PARTS}
 
     def count_tokens(self) -> Tokens:

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.families.wan_a14b import OTHERS
 from ebbflow.models.families.wan_i2v import AnimatesImages
@@ -23,6 +22,8 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="WanFLF2VModel",
     edits_images=True,
+    min_images=2,
+    max_images=2,
     feature_caches=("first_block", "taylor_seer"),
 )
 CLIP_VISION_H = {
@@ -56,7 +57,8 @@ class WanFLF2VModel(AnimatesImages):
     }
     text_parts = ("text_encoder", "image_encoder", "vae")
     default_size = (720, 1280)
-    takes_several_images = True
+    min_images = FAMILY.min_images
+    max_images = FAMILY.max_images
 
     @classmethod
     def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
@@ -80,15 +82,6 @@ class WanFLF2VModel(AnimatesImages):
         config = self.transformer.config
         seen = config.pos_embed_seq_len * config.image_dim
         return replace(tokens, condition_channels=tokens.condition_channels + seen)
-
-    def _open_pictures(self, prompt: Prompt) -> list[Image.Image]:
-        pictures = super()._open_pictures(prompt)
-        if len(pictures) != 2:
-            raise ModelError(
-                f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has {len(pictures)} image(s), and"
-                " wan_flf2v takes two, a first and a last one; give a list in the column 'image'"
-            )
-        return pictures
 
     def _encode_edit_prompt(self, text: str, pictures: Sequence[Image.Image]) -> Conditioning:
         # [2, 257, 1280] of the first and the last image, as one row: [1, 514, 1280].
