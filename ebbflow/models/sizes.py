@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from ebbflow.data.model_sizes import ModelSizes, SampleSize, SizeError
 from ebbflow.flow.latents import get_picture_shape
 from ebbflow.models import check_folder, load_model
-from ebbflow.models.base import is_trainable
+from ebbflow.models.base import ModelError, is_trainable
 from ebbflow.models.context_parallel import (
     require_shareable_family,
     require_shareable_stage,
@@ -34,7 +34,7 @@ from ebbflow.models.published import Part, Published
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.stages import is_trained_in_group
+from ebbflow.recipe.stages import OnlineStageConfig, is_trained_in_group
 
 DECODED_SIDE = 32
 """Large enough that the borders do not matter, small enough that the attention of the VAE,
@@ -154,8 +154,17 @@ def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
     Raises:
         ModelError: they cannot.
     """
+    if ranks == 1:
+        return
+    for index, stage in enumerate(recipe.stages):
+        if isinstance(stage, OnlineStageConfig) and stage.placement == "ray":
+            raise ModelError(
+                f"train_context_parallel = {ranks} is for offline stages and placement: colocated;"
+                f" the workers of stages.{index}, with placement: ray, have each sample whole. Set"
+                " placement: colocated, or leave it out of the deployment"
+            )
     stages = [stage for stage in recipe.stages if is_trained_in_group(stage)]
-    if ranks == 1 or not stages:
+    if not stages:
         return
     for stage in stages:
         require_shareable_stage(stage, ranks)

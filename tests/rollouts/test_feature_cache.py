@@ -239,9 +239,9 @@ def test_rollouts_to_train_on_are_cached_and_validations_are_not(
         )
     )
     policy = Policy(trained_model, PolicyConfig(train="full"), 0)
-    worker = RolloutWorker(Diffusers(SimpleNamespace(config=stage), policy))
     recipe = make_recipe(evaluation={"steps": STEPS})
-    ctx = SimpleNamespace(recipe=recipe, config=stage)
+    ctx = SimpleNamespace(recipe=recipe, branch_recipe=recipe, config=stage)
+    worker = RolloutWorker(Diffusers(ctx, policy))
 
     def embed(prompts):
         return trained_model.encode_texts([prompt.target for prompt in prompts])
