@@ -41,6 +41,7 @@ from transformers import (
 )
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.estimate.measured import measure_cached
 from ebbflow.estimate.run import count_trained_parameters, estimate_recipe
 from ebbflow.models import load_model
 from ebbflow.models.families import load_adapter
@@ -448,6 +449,17 @@ def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, enc
     """
     sizes = published(name, family)
     assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)
+
+
+def test_sizes_of_a_sample_of_several_latents_are_kept_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = ModelConfig(
+        family="ltx2", path="Lightricks/LTX-2", revision="0" * 40, height=512, width=768, frames=121
+    )
+    _, sample = measure_cached(model)
+    assert sample.latent_shape == (786_432 + 16_128,)
+    monkeypatch.setattr("ebbflow.models.sizes.measure_model", None)
+    assert measure_cached(model)[1] == sample
 
 
 def test_the_transformer_that_is_not_trained_takes_memory_too():

@@ -121,7 +121,8 @@ def _measure_sample(adapter: Any, model: ModelConfig) -> SampleSize:
     _, text_width = adapter.token_widths()
     channels = get_picture_shape(adapter.latent_shape)[0]
     return SampleSize(
-        latent_shape=adapter.latent_shape,
+        # A plain tuple, of several latents as well: sizes are kept as JSON.
+        latent_shape=tuple(adapter.latent_shape),
         pixels=adapter.height * adapter.width * model.frames,
         tokens=tokens.image + tokens.edited + (tokens.text if tokens.joint else 0),
         joint=tokens.joint,
