@@ -90,6 +90,7 @@ class WorkerEngine:
         self.ctx = ctx
         self.weights: dict[int, WeightsVersion] = {}
         self.versions: Mapping[str, str] = getattr(engine, "versions", {})
+        self.takes_noise: bool = getattr(engine, "takes_noise", True)
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         # A push that was overtaken by a newer one on its way.
@@ -105,6 +106,11 @@ class WorkerEngine:
     def generate(self, request: Request) -> Generated:
         if request.version not in self.weights:
             raise WeightsVersionError(f"version {request.version} is not kept any more")
+        # The certificate asks for every sampler; a recipe would have been rejected.
+        sampler = request.sampler.name
+        samplers = getattr(self.worker.engine, "samplers", (sampler,))
+        if sampler not in samplers:
+            raise NotSupportedError(f"it has the samplers {', '.join(samplers)}, not {sampler}")
         rollouts, _, report = self.worker.generate(
             RolloutRequest(
                 step=0,

@@ -63,9 +63,9 @@ def certify(
 ) -> None:
     """Measure what ENGINE does with MODEL, and write a certificate.
 
-    ENGINE is diffusers (the trainer's own), vllm_omni, or package.module:NAME of an adapter for
-    another library's engine (docs/certificate.md). MODEL is a recipe, whose model is taken, or a
-    base-model folder in diffusers' layout, with --family.
+    ENGINE is diffusers (the trainer's own), vllm_omni, sglang, or package.module:NAME of
+    an adapter for another library's engine (docs/certificate.md). MODEL is a recipe, whose model is
+    taken, or a base-model folder in diffusers' layout, with --family.
 
     Each line has a verdict (passed, failed, not supported, not measured) and its numbers beside
     their bars. The certificate is signed where EBBFLOW_SIGNING_KEY is set (`ebbflow make-key`).

@@ -56,6 +56,9 @@ class RolloutWorker:
             generate = partial(
                 self.engine.generate, cache=request.cache, quantization=request.quantization
             )
+        # A server that encodes texts itself has no use for embeddings.
+        if getattr(self.engine, "takes_texts", False):
+            generate = partial(generate, prompts=request.prompts)
         with (
             self.timer.time_task(request.task, request.step, request.profiled),
             sized,

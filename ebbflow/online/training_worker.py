@@ -29,6 +29,7 @@ from ebbflow.online.first_update_alarm import find_first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingReport
 from ebbflow.online.sample_exchange import SampleExchange
 from ebbflow.online.tracing import TaskTimer
+from ebbflow.recipe.choices import ENGINES_WITH_OWN_NOISE
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts, join_rollouts
 from ebbflow.rollouts.parity import measure_parity
@@ -187,6 +188,7 @@ class TrainingWorker:
             self.updater.algorithm.generates,
             config.rollout_precision,
             config.micro_batch,
+            config.engine in ENGINES_WITH_OWN_NOISE,
         )
 
     def save(self, folder: Path, record: StageRecord, history: PromptStatistics) -> None:

@@ -56,7 +56,20 @@ WINDOW_KEYS: dict[str, tuple[str, ...]] = {
 ENGINES = {
     "diffusers": "the reference, in the process of the rollout worker",
     "vllm_omni": "vLLM-Omni, in a process and an environment of its own",
+    "sglang": "a server of SGLang-diffusion at EBBFLOW_SGLANG_URL, which generates its own noise",
 }
+
+
+ENGINES_WITH_OWN_NOISE = ("sglang",)
+"""Engines whose noise is not that of the sample's key: the gate takes x_T from their samples."""
+
+
+SGLANG_SAMPLERS = {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
+"""The samplers that SGLang has, by the names that its ``rollout_sde_type`` has for them."""
+
+
+SGLANG_FAMILIES = ("sd3", "qwen_image", "flux")
+"""Families whose latents, as SGLang records them, are known here."""
 
 
 # ``EvaluationConfig.sampler`` has the same description.

@@ -70,6 +70,7 @@ from ebbflow.recipe.stage_checks import (
     check_rollout_caches,
     check_rollout_precision,
     check_rollout_quantization,
+    check_sglang_stages,
     check_shares_of_prompt_sets,
     check_stages_from_base,
     check_weights_until_update,
@@ -215,6 +216,7 @@ class Recipe(Strict):
         check_weights_until_update(self.stages, self.model)
         check_optimizer_states(self.stages, self.model)
         check_engines_support_model(self.stages, self.model, self.policy)
+        check_sglang_stages(self.stages, self.model, self.policy)
         check_rollout_caches(self.stages, self.model)
         check_rollout_quantization(self.stages, self.model)
         check_guided_references(self.stages, self.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ebbflow.recipe.choices import SGLANG_FAMILIES, SGLANG_SAMPLERS
 from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
@@ -134,6 +135,47 @@ def check_engines_support_model(
             f"stages.{served[0]}.engine = 'vllm_omni' knows adapters without policy.rslora and"
             " policy.dora; leave them out, or set engine: diffusers"
         )
+
+
+def check_sglang_stages(
+    stages: Sequence[StageConfig], model: ModelConfig, policy: PolicyConfig
+) -> None:
+    """Check that SGLang's protocol can say what a stage asks of it.
+
+    Raises:
+        ValueError: it cannot; names the stage and the fix.
+    """
+    for index, stage in enumerate(stages):
+        if stage.engine != "sglang":
+            continue
+        window = stage.window
+        tree = stage.tree if isinstance(stage, OnlineStageConfig) else None
+        workers = stage.resources.rollout.count if isinstance(stage, OnlineStageConfig) else 1
+        samplers = ", ".join(SGLANG_SAMPLERS)
+        # One request holds one prompt, one seed, one schedule: what needs more cannot be said.
+        reasons = {
+            f"generates with {', '.join(SGLANG_FAMILIES)}, not with model.family ="
+            f" {model.family!r}": model.family not in SGLANG_FAMILIES,
+            f"has the samplers {samplers}, not sampler.name = {stage.sampler.name!r}": (
+                stage.sampler.name not in SGLANG_SAMPLERS
+            ),
+            "generates noise of its own, which samples cannot share (shared_initial_noise)": (
+                stage.shared_initial_noise
+            ),
+            "generates noise of its own, which branches cannot share (tree)": tree is not None,
+            "takes all steps of its schedule (window.tail)": (
+                window is not None and window.tail is not None
+            ),
+            "gets adapters merged into the weights, without policy.dora": policy.dora,
+            "is one server, whose weights several workers would overwrite"
+            " (resources.rollout.count)": workers > 1,
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise ValueError(
+                    f"stages.{index}.engine = 'sglang' {reason}; change that, or set engine:"
+                    " diffusers"
+                )
 
 
 def check_rollout_quantization(stages: Sequence[StageConfig], model: ModelConfig) -> None:

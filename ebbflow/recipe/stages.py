@@ -160,7 +160,8 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
     def _check_engine_has_parity_gate(self) -> StageConfig:
         if self.engine == "diffusers" and self.parity != ParityConfig():
             raise ValueError(
-                "parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out"
+                "parity is the gate of another engine; set engine: vllm_omni or sglang, or leave"
+                " 'parity' out"
             )
         return self
 

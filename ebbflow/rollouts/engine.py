@@ -26,7 +26,10 @@ from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify_committed_folder
 from ebbflow.training.policy import Policy
 
-PATHS = {"vllm_omni": "ebbflow.rollouts.vllm_omni:VllmOmni"}
+PATHS = {
+    "vllm_omni": "ebbflow.rollouts.vllm_omni:VllmOmni",
+    "sglang": "ebbflow.rollouts.sglang:Sglang",
+}
 """What opens each engine but the reference, ``(ctx, base-model folder) -> Engine``; a user's own is
 opened in the same way.
 """
@@ -35,6 +38,9 @@ opened in the same way.
 class Engine(Protocol):
     """Generates samples with the base model and the weights that were loaded last. Noise is a
     function of the keys.
+
+    An engine that encodes texts itself has an attribute ``takes_texts = True``, and its
+    ``generate`` an argument ``prompts``, [N].
     """
 
     def load(self, weights: Mapping[str, Tensor]) -> None:

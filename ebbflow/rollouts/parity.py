@@ -70,12 +70,14 @@ def measure_parity(
     generates: str = "current",
     precision: Precision | None = None,
     micro_batch: int = 64,
+    has_own_noise: bool = False,
 ) -> dict[str, float]:
     """Measure how far a trajectory, generated as ``plan_parity_samples`` says, is from the policy.
 
     Args:
         generates: the copy of the policy whose weights the engine has.
         precision: of the engine; default: the policy's own.
+        has_own_noise: of an engine that cannot be given x_T; the steps are compared from its own.
 
     Returns:
         ``parity/mean_shift``, the largest shift of a step's mean; ``parity/rounding_shift``, the
@@ -89,7 +91,10 @@ def measure_parity(
     """
     # Before the steps: with other noise they would differ, too, and the error would send the
     # reader to the weights.
-    _check_same_start(policy, trajectory, keys, sampler)
+    _check_same_schedule(policy, trajectory, sampler)
+    # A server's own noise is in the recorded states, from which the steps are compared anyway.
+    if not has_own_noise:
+        _check_same_start(policy, trajectory, keys)
     precision = precision or policy.model.precision
     steps = trajectory.steps.tolist()
     comparison = compare_steps(
@@ -176,10 +181,8 @@ def _name_place(keys: SampleKeys, sample: int, step: int) -> str:
     return f"denoising step {step}, prompt {keys.prompt_ids[sample]}, sample {keys.samples[sample]}"
 
 
-def _check_same_start(
-    policy: Policy, trajectory: Trajectory, keys: SampleKeys, sampler: SamplerConfig
-) -> None:
-    """The same bytes of x_T, and the family's schedule."""
+def _check_same_schedule(policy: Policy, trajectory: Trajectory, sampler: SamplerConfig) -> None:
+    """The family's schedule."""
     sigmas = policy.model.compute_sigmas(sampler.steps)
     engine_sigmas = trajectory.sigmas.cpu()
     same_shape = engine_sigmas.shape == sigmas.shape
@@ -188,6 +191,10 @@ def _check_same_start(
             f"the engine denoises along the sigmas {engine_sigmas.tolist()}, the policy's model"
             f" along {sigmas.tolist()}"
         )
+
+
+def _check_same_start(policy: Policy, trajectory: Trajectory, keys: SampleKeys) -> None:
+    """The same bytes of x_T."""
     start = generate_initial_noise(policy.model.latent_shape, keys)
     if not torch.equal(trajectory.states[:, 0].cpu(), start):
         raise ParityError(
