@@ -278,8 +278,8 @@ def test_limits_that_the_pipeline_would_not_keep_are_refused(open_tiny):
         ("vae", {"timestep_conditioning": True}, "has a VAE that draws noise to decode"),
         (
             "transformer",
-            {"use_prompt_embeddings": False},
-            "is LTX-2.3 or later, and ltx2 is LTX-2; take Lightricks/LTX-2",
+            {"use_keyframes_abs_pos_embedding": True},
+            "is later than LTX-2.3, and ltx2 is LTX-2 and LTX-2.3; take Lightricks/LTX-2",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""The LTX-2 family (2601.03233), text to video with sound: a sample has a latent of each, and the
-network denoises both together.
+"""The LTX-2 family (2601.03233), LTX-2 and LTX-2.3, text to video with sound: a sample has a latent
+of each, and the network denoises both together.
 """
 
 from __future__ import annotations
@@ -110,10 +110,11 @@ class LTX2Model(LTXVideoModel):
                 f"{config.path} has a VAE that draws noise to decode; take the one of"
                 " Lightricks/LTX-2"
             )
-        if not pipeline.transformer.config.use_prompt_embeddings:
+        network = pipeline.transformer.config
+        if network.use_keyframes_abs_pos_embedding or not network.use_prompt_adaln_single:
             raise ModelError(
-                f"{config.path} is LTX-2.3 or later, and {config.family} is LTX-2; take"
-                " Lightricks/LTX-2"
+                f"{config.path} is later than LTX-2.3, and {config.family} is LTX-2 and LTX-2.3;"
+                " take Lightricks/LTX-2"
             )
         # Empty places of a prompt are filled with learned tokens, a whole set at a time.
         registers = pipeline.connectors.config.video_connector_num_learnable_registers or 1
@@ -139,6 +140,12 @@ class LTX2Model(LTXVideoModel):
             audio_vae.config.mel_bins // pipeline.audio_vae_mel_compression_ratio,
         )
         return NamedLatents({"video": super()._compute_latent_shape(), "sound": sound})
+
+    def token_widths(self) -> tuple[int, int]:
+        width, text_width = super().token_widths()
+        config = self.transformer.config
+        # The connectors of LTX-2.3 give prompts the width of the blocks.
+        return width, text_width if config.use_prompt_embeddings else config.cross_attention_dim
 
     def count_tokens(self) -> Tokens:
         tokens = super().count_tokens()
@@ -182,6 +189,9 @@ class LTX2Model(LTXVideoModel):
             encoder_hidden_states=conditioning["embeds"],
             audio_encoder_hidden_states=conditioning["sound_embeds"],
             timestep=1000 * sigma,
+            # Of LTX-2.3, whose blocks modulate what they attend to by it.
+            sigma=1000 * sigma,
+            use_cross_timestep=True,
             encoder_attention_mask=conditioning["mask"],
             audio_encoder_attention_mask=conditioning["mask"],
             num_frames=frames,
