@@ -24,7 +24,10 @@ from ebbflow.online.messages import RolloutRequest
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.plugins import check_members, import_object
+from ebbflow.recipe.rollout_cache import Quantization
 from ebbflow.rollouts.engine import PATHS, Diffusers, Engine
+from ebbflow.rollouts.generate import Rollouts
+from ebbflow.rollouts.quantization import quantize_linears
 from ebbflow.rollouts.weights import WeightsVersion, compute_checksum
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
@@ -42,9 +45,13 @@ class RecipeEngine:
     Example:
         An engine of ``engine: my_package.engines:Mine`` is certified through a line of one's own,
         ``CERTIFIED = RecipeEngine("my_package.engines:Mine")``.
+
+    Attributes:
+        quantization: of ``diffusers``, as of a stage's ``rollout_quantization``.
     """
 
     name: str
+    quantization: Quantization | None = None
 
     def __call__(self, setup: EngineSetup) -> CertifiedEngine:
         """Open the engine.
@@ -56,7 +63,7 @@ class RecipeEngine:
         if self.name == "diffusers":
             # A model of its own, beside the trainer's: sharing one would prove nothing.
             policy = Policy(load_model(setup.base, setup.model), setup.policy, ctx.stage_seed)
-            return WorkerEngine(Diffusers(ctx, policy), ctx)
+            return WorkerEngine(RoundedDiffusers(ctx, policy, self.quantization), ctx)
         path = PATHS.get(self.name, self.name)
         engine: Engine = import_object(path)(ctx, setup.base)
         check_members(engine, ("load", "generate", "close"), path, "ebbflow.rollouts.engine.Engine")
@@ -80,6 +87,28 @@ class RecipeEngine:
         except RecipeError as error:
             # What a recipe rejects, a stage could never ask of the engine.
             raise NotSupportedError(str(error)) from None
+
+
+FLOAT8 = RecipeEngine("diffusers", "float8")
+"""The trainer's own engine with ``rollout_quantization: float8``, as ``ebbflow certify`` takes it:
+``ebbflow.certification.own_engines:FLOAT8``.
+"""
+
+
+class RoundedDiffusers(Diffusers):
+    """The reference engine, which also rounds where a stage refuses it: in steps whose log-probs
+    are recorded, so that the certificate shows what they would be off.
+    """
+
+    def __init__(
+        self, ctx: StageContext, policy: Policy, quantization: Quantization | None
+    ) -> None:
+        super().__init__(ctx, policy)
+        self.quantization = quantization
+
+    def generate(self, *arguments: Any, **keywords: Any) -> tuple[Rollouts, np.ndarray]:
+        with quantize_linears(self.policy.model, self.quantization):
+            return super().generate(*arguments, **keywords)
 
 
 class WorkerEngine:

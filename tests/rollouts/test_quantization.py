@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ebbflow.certification.adapter import EngineSetup
+from ebbflow.certification.bench import CertificateSettings, open_bench
+from ebbflow.certification.own_engines import FLOAT8, RecipeEngine
+from ebbflow.certification.sampling_lines import measure_network
 from ebbflow.models.base import ModelError, predict, predict_in_float32
 from ebbflow.models.glyph_training.trained import load_trained_glyph
 from ebbflow.offline.rollouts import write_shard
@@ -30,13 +35,14 @@ from ebbflow.recipe.rollout_cache import require_quantization
 from ebbflow.rollouts import engine
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.quantization import quantize_linears
+from ebbflow.rollouts.step_comparison import NOISE_MULTIPLE
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 from tests.glyph_stages import small_stage
 
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
-FLOAT8 = {"rollout_precision": "bfloat16", "rollout_quantization": "float8"}
+KEYS = {"rollout_precision": "bfloat16", "rollout_quantization": "float8"}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -76,12 +82,12 @@ def build(stage, **model):
     ("stage", "model", "said"),
     [
         (
-            {"kind": "online", "algorithm": {"name": "flow_grpo"}, **FLOAT8},
+            {"kind": "online", "algorithm": {"name": "flow_grpo"}, **KEYS},
             {},
             "rollout_quantization = 'float8' approximates the network, and flow_grpo takes a ratio",
         ),
         (
-            {"kind": "online", "algorithm": {"name": "draft"}, **FLOAT8},
+            {"kind": "online", "algorithm": {"name": "draft"}, **KEYS},
             {},
             "and draft generates the samples of the rollout again",
         ),
@@ -91,12 +97,12 @@ def build(stage, **model):
             "rollouts are in float32; set rollout_precision: bfloat16",
         ),
         (
-            {"kind": "online", **NFT, **FLOAT8, "engine": "vllm_omni"},
+            {"kind": "online", **NFT, **KEYS, "engine": "vllm_omni"},
             {},
             "engine = 'vllm_omni' has its own; set engine: diffusers",
         ),
         (
-            {"kind": "online", **NFT, **FLOAT8},
+            {"kind": "online", **NFT, **KEYS},
             {"compile": "blocks"},
             "replaces the weights of compiled blocks; set model.compile: off",
         ),
@@ -118,7 +124,7 @@ def test_recipes_without_it_keep_their_digest():
 
 def test_a_check_names_the_extra_that_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    stage = build({"kind": "online", **NFT, **FLOAT8}).stages[0]
+    stage = build({"kind": "online", **NFT, **KEYS}).stages[0]
     with pytest.raises(RecipeError, match=r'stages\.2\.roll.*`pip install "ebbflow\[float8\]"`'):
         require_quantization(stage, "stages.2")
 
@@ -129,7 +135,7 @@ def test_rollouts_are_rounded_and_nothing_else_is(trained_model, make_recipe, ma
     policy = Policy(trained_model, PolicyConfig(**config), 0)
     weights = {key: value.clone() for key, value in trained_model.transformer.state_dict().items()}
     parameters = dict(trained_model.transformer.named_parameters())
-    recipe = make_recipe(online={**NFT, **FLOAT8}, evaluation={"steps": 3})
+    recipe = make_recipe(online={**NFT, **KEYS}, evaluation={"steps": 3})
     ctx = StageContext(recipe, 0, 0)
 
     def embed(prompts):
@@ -154,7 +160,7 @@ def test_rollouts_are_rounded_and_nothing_else_is(trained_model, make_recipe, ma
 def test_samples_to_train_on_are_generated_so(
     trained_model, make_recipe, make_prompts, tmp_path, monkeypatch
 ):
-    recipe = make_recipe(online={**NFT, **FLOAT8}, offline={**NFT, **FLOAT8, "shards": 1})
+    recipe = make_recipe(online={**NFT, **KEYS}, offline={**NFT, **KEYS, "shards": 1})
     online, offline = (StageContext(recipe, 0, stage) for stage in (0, 1))
     sampler = PromptSampler(online, make_prompts(9))
     workers = SimpleNamespace(steps_before=0)
@@ -235,3 +241,22 @@ def test_the_velocity_is_as_far_from_float32_as_e4m3_rounds(trained_model):
 def measure_error(velocity: Tensor, truth: Tensor) -> float:
     """The root mean square of the error, relative to the velocity."""
     return ((velocity - truth).square().mean() / truth.square().mean()).sqrt().item()
+
+
+def test_the_certificate_says_how_far_it_is_from_the_policy(tiny_recipe):
+    """Farther than bfloat16 rounds, in the same unit: the change of the latents in two steps."""
+    model = tiny_recipe("sd3", {"guidance": 4.0, "max_tokens": 32}).model
+    lora = PolicyConfig(train="lora", rank=4, alpha=8)
+    settings = CertificateSettings(steps=5, samples=1, adapters=(lora,), updates=10, layers=4)
+    setup = EngineSetup(Path(model.path), model, lora, "bfloat16", 4)
+    lines = []
+    for opens in (RecipeEngine("diffusers"), FLOAT8):
+        bench = open_bench(opens, setup, settings)
+        lines.append(measure_network(bench))
+        bench.close()
+    exact, rounded = lines
+    assert exact.verdict == "passed"
+    (before,), (after,) = exact.measures, rounded.measures
+    assert before.high is not None
+    # The bar is a multiple of what bfloat16 rounds here.
+    assert before.value < before.high / NOISE_MULTIPLE < after.value < 2**-4
