@@ -37,7 +37,7 @@ EXTRAS = {
 }
 """The extra that installs each top-level module which the library, the tasks or the workflows
 import and the core lacks. Extras that are installed by hand (8bit, float8, postgresql, tensorboard,
-wandb) have errors of their own, which name the recipe's key.
+wandb) have errors of their own, which name the recipe's key; without movies no MP4 file is written.
 """
 
 

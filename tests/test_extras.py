@@ -27,7 +27,7 @@ from ebbflow.extras import (
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = PROJECT["optional-dependencies"]
-INSTALLED_BY_HAND = {"8bit", "float8", "postgresql", "tensorboard", "wandb"}
+INSTALLED_BY_HAND = {"8bit", "float8", "movies", "postgresql", "tensorboard", "wandb"}
 """Extras that are not for every environment; each has an error of its own."""
 OURS = {"ebbflow", "tasks", "workflows"}
 

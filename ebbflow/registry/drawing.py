@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ebbflow.data.images import ImageError, load_condition_image
+from ebbflow.data.movies import can_encode_movies, convert_to_movie
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sounds import read_sound
 from ebbflow.evaluation.serve import iterate_images
@@ -127,13 +128,17 @@ def _name_file(prompt: str) -> str:
 
 
 def _write_picture(folder: Path, name: str, picture: bytes) -> Path:
-    """Write ``name.png``, and ``name.wav`` where the picture has sound; where another file has one
-    of the names, ``name-2`` and so on. What is there already is not written again.
+    """Write ``name.png``, and ``name.wav`` where the picture has sound, with ``name.mp4`` of both
+    where PyAV is installed; where another file has one of the names, ``name-2`` and so on. What is
+    there already is not written again.
     """
     files = {".png": picture}
     sound = read_sound(picture)
     if sound:
         files[".wav"] = sound
+        movie = convert_to_movie(picture) if can_encode_movies() else None
+        if movie:
+            files[".mp4"] = movie
     # Both under one name, so that a sound is found beside its picture.
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     candidates = (
