@@ -115,7 +115,7 @@ test-flyte: setup ## run the pipeline on FLYTE=host:port; IMAGE=registry/ebbflow
 	EBBFLOW_FLYTE=$(FLYTE) EBBFLOW_FLYTE_IMAGE=$(IMAGE) EBBFLOW_FLYTE_MLFLOW=$(MLFLOW) EBBFLOW_FLYTE_OUTPUT=$(OUTPUT) EBBFLOW_FLYTE_PROJECT=$(PROJECT) \
 		EBBFLOW_FLYTE_DOMAIN=$(DOMAIN) EBBFLOW_FLYTE_DEPLOYMENT=$(DEPLOYMENT) EBBFLOW_FLYTE_TABLE=$(TABLE) \
 		EBBFLOW_FLYTE_ADDRESS=$(ADDRESS) \
-		$(BIN)/pytest --numprocesses 4 --dist loadfile --durations 10 -rs tests/flyte
+		$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10 -rs tests/flyte
 
 lint: setup ## what `make test` checks before the tests
 	$(BIN)/ruff check .

@@ -55,6 +55,12 @@ SLOWEST_FIRST = [
     "test_ray_workers",
     "test_post_train",
     "test_ray",
+    # Of `make test-flyte`; without a Flyte they are skipped.
+    "test_schedule",
+    "test_operators",
+    "test_run",
+    "test_interruptions",
+    "test_ray_pods",
 ]
 """Files that take minutes: first, or all cores but one would wait for the last of them."""
 
