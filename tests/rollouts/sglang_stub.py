@@ -7,7 +7,8 @@ answers, its schedule of random numbers, and its formulas of a step, written fro
   weights_updater.py at 5667858, tensor_update_checker.py at 08f335d
 - the same, pipelines_core/stages/input_validation.py at 03b8c17 (seeds)
 
-SGLang itself never ran beside these tests.
+SGLang itself generated nothing beside these tests. Version 0.5.23 was asked once to take weights
+(docs/online.md): it skips the names of ``FusesProjections`` as that does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,36 @@ from ebbflow.models.base import predict
 from ebbflow.models.pipeline import PackedPipelineModel, pack_latents
 from ebbflow.rollouts.sglang_server import compute_tensor_sha256
 
+FIELDS = frozenset(
+    [
+        "prompt",
+        "negative_prompt",
+        "seed",
+        "generator_device",
+        "width",
+        "height",
+        "num_inference_steps",
+        "num_outputs_per_prompt",
+        "guidance_scale",
+        "true_cfg_scale",
+        "num_frames",
+        "fps",
+        "rollout",
+        "rollout_sde_type",
+        "rollout_noise_level",
+        "rollout_log_prob_no_const",
+        "rollout_debug_mode",
+        "rollout_return_denoising_env",
+        "rollout_return_dit_trajectory",
+        "rollout_sde_step_indices",
+        "rollout_return_step_indices",
+        "image_path",
+        "suppress_logs",
+        "extra_sampling_params",
+    ]
+)
+"""Of ``RolloutRequest`` in io_struct.py."""
+
 
 class Stub:
     """A right server; subclasses are wrong ones.
@@ -46,6 +77,8 @@ class Stub:
     def answer(self, path, body):
         self.requests.append((path, body))
         if path == "/rollout/generate":
+            # The server ignores what it does not know, and a misspelt field would have no effect.
+            assert set(body) <= FIELDS, set(body) - FIELDS
             return msgpack.packb(self.generate(body))
         if path == "/update_weights_from_disk":
             return json.dumps(self.update_weights(body)).encode()
