@@ -1,0 +1,117 @@
+"""Every family against diffusers' pipeline at 200 aspect ratios: the sizes of latents, conditioning
+images and pixels, the positions of tokens, and what is refused.
+
+Two steps of a tiny network are enough: a token in a wrong place, or an image of another size, gives
+another prediction. ``test_families_fuzzed.py`` varies all else, in whole runs at fewer points.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+from pipeline_cases import COARSE, MODULAR, edits, few_tokens, keys, prompts, their_latents, theirs
+
+from benchmarks.tiny_models import TINY
+from ebbflow.models import ModelError
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.rollouts.generate import generate_samples
+
+COUNT = 200
+"""Aspect ratios of each family."""
+TOKENS = few_tokens("flux")["max_tokens"]
+"""Of prompts, where the family has a limit."""
+DECODED = 10
+"""Of so many ratios one is decoded, too."""
+MOST = 7
+"""The longer edge over the shorter one. FLUX.2 refuses images to edit beyond 8, and Qwen-Image-Edit
+would scale them to nothing at the few pixels that it scales to here.
+"""
+
+
+def list_ratios() -> list[tuple[int, int]]:
+    """Height and width in tokens, 2 or more: the smallest of each of the first aspect ratios."""
+    sides = range(2, 41)
+    pairs = sorted(
+        ((height, width) for height in sides for width in sides),
+        key=lambda pair: (math.prod(pair), pair),
+    )
+    smallest: dict[float, tuple[int, int]] = {}
+    for height, width in pairs:
+        # Of equal fractions the quotients are equal, to the bit.
+        if max(height, width) <= MOST * min(height, width):
+            smallest.setdefault(height / width, (height, width))
+    return list(smallest.values())[:COUNT]
+
+
+RATIOS = list_ratios()
+
+
+def test_the_ratios_are_different_and_as_many_as_they_say():
+    assert len({height / width for height, width in RATIOS}) == len(RATIOS) == COUNT
+    assert {(3, 4), (16, 9), (9, 16), (2, 2), (14, 2)} <= set(RATIOS)
+
+
+def shorten_text(pipeline, patch):
+    """Have a pipeline read few tokens, and encode its prompt in the first call alone: text has no
+    aspect ratio. Encoders that see images encode them all.
+    """
+    encode = pipeline.encode_prompt
+    parameters = inspect.signature(encode).parameters
+    if "image" in parameters:
+        return
+    if "max_sequence_length" not in parameters:
+        patch.setattr(pipeline, "tokenizer_max_length", TOKENS)
+    encoded = []
+
+    def look_up(*args, **kwargs):
+        if not encoded:
+            if "max_sequence_length" in parameters:
+                kwargs["max_sequence_length"] = TOKENS
+            encoded.append(encode(*args, **kwargs))
+        return encoded[0]
+
+    patch.setattr(pipeline, "encode_prompt", look_up)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", TINY)
+def test_every_aspect_ratio_is_the_pipelines(tiny, peer, monkeypatch, name):
+    pipeline = peer(name)
+    config = {"guidance": 1.0}
+    # Modular pipelines have blocks instead.
+    if name not in MODULAR:
+        shorten_text(pipeline, monkeypatch)
+        config |= few_tokens(name)
+    step = 32 if name in COARSE else 16
+    conditioning = None
+    passed = 0
+    for index, (rows, columns) in enumerate(RATIOS):
+        model = tiny(name, height=step * rows, width=step * columns, **config)
+        # Images have all of these ratios too, each with another one of the picture; their shorter
+        # edge is 65 pixels or a little more, as FLUX.2 refuses smaller ones than 64.
+        shape = RATIOS[index - COUNT // 3]
+        size = tuple(edge * math.ceil(65 / min(shape)) for edge in reversed(shape))
+        wanted = prompts(name, ["a red sign"], [""], size)
+        if conditioning is None or edits(name):
+            conditioning = model.encode_prompts(wanted)
+        ours = generate_samples(
+            model, conditioning, keys(wanted), SamplerConfig(name="ode", steps=2)
+        ).latents
+        case = f"{name}, {model.height} x {model.width} pixels, image of {size}"
+        # Most of the time goes into VAEs, for which a size is a number of latents.
+        if index % DECODED == 0:
+            latents, images = theirs(pipeline, model, wanted, steps=2)
+            decoded = model.decode_latents(ours)
+            assert decoded.shape == images.shape, case
+            assert decoded.shape[-3:] == (model.height, model.width, 3), case
+            assert abs(decoded - images).max() < 1, case
+        else:
+            latents = their_latents(pipeline, model, wanted[0], steps=2)
+        assert ours.shape == latents.shape, case
+        assert (ours - latents).abs().max() < 2e-5 * ours.abs().max(), case
+        with pytest.raises(ModelError, match=f"take ({model.height}|{model.height + step})$"):
+            tiny(name, height=model.height + step // 2, width=model.width, **config)
+        passed += 1
+    assert passed == COUNT
