@@ -43,8 +43,9 @@ OWN_KEYS = (
 HELP = """examples:
   python -m benchmarks.published --sources ../clones            write the report
   python -m benchmarks.published --sources ../clones --check    compare, and write nothing
-FOLDER has the clones as FOLDER/NAME, FOLDER/OWNER+NAME or FOLDER/OWNER/NAME. Values of a repository
-that is not there are not found; the report says which. Where none is there, the status is 1.
+FOLDER has the clones as FOLDER/NAME, FOLDER/OWNER+NAME or FOLDER/OWNER/NAME, and the archive of a
+commit that a clone lacks as FOLDER/NAME-COMMIT. Values of a repository that is not there are not
+found; the report says which. Where none is there, the status is 1.
 """
 EQUAL, DIFFERS, NOT_FOUND, WRONG = "equal", "differs", "not found", "WRONG"
 

@@ -16,6 +16,8 @@ from ebbflow.recipe.base import RecipeError
 
 class Clones:
     """Git clones in one folder: FOLDER/NAME, FOLDER/OWNER+NAME or FOLDER/OWNER/NAME, bare or not.
+    A commit that a clone lacks is read from FOLDER/NAME-COMMIT, an unpacked archive of it, which is
+    all one needs of a large repository.
 
     Example:
         ::
@@ -38,22 +40,36 @@ class Clones:
                     return candidate
         return None
 
+    def find_archive(self, repository: str, commit: str) -> Path | None:
+        """Returns the folder of the unpacked archive of a commit, None without one. Archives have
+        the whole hash in their name.
+        """
+        name = repository.split("/")[1]
+        return next(iter(sorted(self.folder.glob(f"{name}-{commit}*"))), None)
+
     def read(self, repository: str, commit: str, path: str) -> str | None:
         """Returns the text of a file at ``commit``, None where the commit has no such file.
 
         Raises:
-            RecipeError: no clone of the repository is in the folder, or it lacks the commit.
+            RecipeError: the folder has no archive of the commit, and no clone of the repository, or
+                the clone lacks the commit.
         """
         return self._read(repository, commit, path)
 
     def _read_uncached(self, repository: str, commit: str, path: str) -> str | None:
         git_directory = self.find(repository)
+        commit_exists = ("cat-file", "-e", f"{commit}^{{commit}}")
+        if git_directory is None or not self._runs(git_directory, *commit_exists):
+            archive = self.find_archive(repository, commit)
+            if archive is not None:
+                file = archive / path
+                return file.read_text(errors="replace") if file.is_file() else None
         if git_directory is None:
             raise RecipeError(
                 f"no clone of {repository} in {self.folder}: git clone "
                 f"https://github.com/{repository} {self.folder / repository.split('/')[1]}"
             )
-        if not self._runs(git_directory, "cat-file", "-e", f"{commit}^{{commit}}"):
+        if not self._runs(git_directory, *commit_exists):
             raise RecipeError(f"{git_directory} has no commit {commit}: git fetch --all")
         result = subprocess.run(
             ["git", "--git-dir", str(git_directory), "show", f"{commit}:{path}"],

@@ -83,6 +83,20 @@ def test_a_phrase_is_looked_up_at_the_commit(clones: tuple[Path, str]) -> None:
     ]
 
 
+def test_a_commit_that_a_clone_lacks_is_read_from_its_archive(clones: tuple[Path, str]) -> None:
+    folder, commit = clones
+    for archived in ("abc1234", commit):  # the clone's own commit is read from the clone
+        archive = folder / f"library-{archived}{'0' * 33}"
+        archive.mkdir()
+        (archive / "trainer.py").write_text("class Archived: ...\n")
+    sources = Clones(folder)
+    assert sources.read("someone/library", "abc1234", "trainer.py") == "class Archived: ...\n"
+    assert sources.read("someone/library", "abc1234", "README.md") is None
+    assert sources.read("someone/library", commit, "trainer.py") == "class Trainer: ...\n"
+    (folder / f"other-{'1' * 40}").mkdir()  # an archive without any clone
+    assert sources.read("someone/other", "1111111", "a.py") is None
+
+
 def test_a_missing_clone_and_a_missing_commit_say_what_to_do(clones: tuple[Path, str]) -> None:
     folder, _ = clones
     with pytest.raises(RecipeError, match="git clone https://github.com/someone/other"):
