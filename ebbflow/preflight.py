@@ -70,8 +70,7 @@ def check_recipe(
     Args:
         tracking_uri: the MLflow store that the recipe and the environment resolve to.
         on_cluster: every task has its own pod, and a pod's disk is deleted with it.
-        context_parallel: processes that share the tokens of a sample in offline and colocated
-            stages.
+        context_parallel: processes that share the tokens of a sample in training.
         processes: that train an offline stage or run a colocated one, those of all nodes.
         shards: those of them that share one copy of the model; default: all.
 

@@ -17,8 +17,8 @@ from ebbflow.flow.windows import (
     count_tail_steps,
     plan_window,
 )
+from ebbflow.recipe.correction_rules import resolve_correction
 from ebbflow.recipe.model import Precision
-from ebbflow.recipe.stages import resolve_correction
 from ebbflow.stage import StageContext
 from ebbflow.training.drift import choose_drift_stride
 

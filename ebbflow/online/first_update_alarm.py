@@ -11,8 +11,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 
+from ebbflow.recipe.correction_rules import lacks_correction
 from ebbflow.recipe.model import Precision
-from ebbflow.recipe.stages import OnlineStageConfig, lacks_correction
+from ebbflow.recipe.stages import OnlineStageConfig
 
 MAX_DEVIATION = 0.1
 """Of the mean |ratio - 1|, as a share of the clip range: then e / s = 8, and rounding leaves no

@@ -34,7 +34,8 @@ from ebbflow.flow.transition import find_sampler
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import DTYPES, Conditioning
 from ebbflow.models.families import load_adapter
-from ebbflow.models.pipeline import PipelineModel, unpack_tokens
+from ebbflow.models.packed import unpack_tokens
+from ebbflow.models.pipeline import PipelineModel
 from ebbflow.recipe.choices import SGLANG_SAMPLERS, SamplerConfig
 from ebbflow.rollouts.generate import Rollouts, join_rollouts
 from ebbflow.rollouts.sglang_server import MODULE, Answer, SglangServer

@@ -181,14 +181,8 @@ def compare_steps(
         velocities: list[Tensor] = []
         for one in sources:
             with policy.use_copy(one.copy):
-                velocities += predict_twice(
-                    policy,
-                    latents,
-                    trajectory.sigmas[step],
-                    one.conditioning,
-                    precision,
-                    micro_batch,
-                )
+                inputs = (latents, trajectory.sigmas[step], one.conditioning)
+                velocities += predict_twice(policy, *inputs, precision, micro_batch)
         moves = [
             compute_transition(
                 sampler.name, latents, velocity, trajectory.sigmas, step, sampler.eta

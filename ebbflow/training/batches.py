@@ -244,14 +244,8 @@ def build_trajectory_batch(
     # Rows are gathered where the rollout lies, usually in main memory, and only then moved: a
     # process trains on a share of them. [N, K, ...][sample, state] is [M, ...].
     state = trajectory.find_states()[column]
-    means = trajectory.means
     steps = trajectory.steps[column].to(device)
     sigmas = trajectory.sigmas.to(device)
-    row_advantage = advantage[sample]
-    if advantage.ndim == 2:
-        row_advantage = advantage[sample, column]
-    elif advantage.ndim == 3:  # of each latent, the same at every step
-        row_advantage = advantage[sample, 0]
     old_log_prob = trajectory.log_probs[sample, column].to(device)
     weight = old_log_prob.new_ones(len(rows))
     if trajectory.weight is not None:
@@ -269,12 +263,20 @@ def build_trajectory_batch(
         next_latents=trajectory.states[sample, state + 1].to(device),
         sigmas=sigmas,
         steps=steps,
-        old_mean=None if means is None else means[sample, column].to(device),
+        old_mean=None if trajectory.means is None else trajectory.means[sample, column].to(device),
         old_log_prob=old_log_prob,
-        advantage=row_advantage.to(device),
+        advantage=_select_row_advantages(advantage, sample, column).to(device),
         sampler=sampler,
         keys=keys.select_samples(sample_array),
     )
+
+
+def _select_row_advantages(advantage: Tensor, sample: Tensor, column: Tensor) -> Tensor:
+    """Select the advantages of rows, [M], or of each of K latents [M, K]."""
+    if advantage.ndim == 1:
+        return advantage[sample]
+    # of each latent: the same at every step
+    return advantage[sample, column if advantage.ndim == 2 else 0]
 
 
 @dataclass(frozen=True)

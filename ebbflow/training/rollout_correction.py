@@ -85,12 +85,10 @@ def apply_rollout_correction(
     if correction.mode == "bypass":
         # The ratio stays against the log-probs of the rollout; only weights and rejection apply.
         return replace(trajectory, weight=weight, keep=keep), metrics
-    corrected = replace(trajectory, log_probs=log_prob, weight=weight, keep=keep)
-    if trajectory.means is not None:
-        corrected = replace(
-            corrected, means=_gather_over_ranks(updater.policy, mean, trajectory.means)
-        )
-    return corrected, metrics
+    means = trajectory.means
+    if means is not None:
+        means = _gather_over_ranks(updater.policy, mean, means)
+    return replace(trajectory, log_probs=log_prob, weight=weight, keep=keep, means=means), metrics
 
 
 def list_predicted_samples(num_samples: int, world: int) -> list[np.ndarray]:

@@ -20,7 +20,8 @@ from ebbflow.algorithms.base import CopyName, RowMetrics
 from ebbflow.algorithms.reference import compute_penalty, compute_penalty_weight
 from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.training_sigmas import list_schedule_points
-from ebbflow.recipe.stages import OnlineStageConfig, StageConfig, resolve_correction
+from ebbflow.recipe.correction_rules import resolve_correction
+from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
 from ebbflow.training.distributed import Ranks, sum_over_processes

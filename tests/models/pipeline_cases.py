@@ -20,7 +20,8 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.flow.latents import NamedLatents
 from ebbflow.flow.noise import SampleKeys, generate_noise
 from ebbflow.models.families import load_adapter
-from ebbflow.models.pipeline import PackedPipelineModel, PipelineModel, pack_latents, unpack_tokens
+from ebbflow.models.packed import PackedPipelineModel, pack_latents, unpack_tokens
+from ebbflow.models.pipeline import PipelineModel
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.rollouts.generate import generate_samples

@@ -38,7 +38,7 @@ from torch import nn
 from ebbflow.flow.latents import get_picture_shape
 from ebbflow.models import ModelError, predict
 from ebbflow.models.base import Conditioning, is_trainable
-from ebbflow.models.pipeline import pack_latents, unpack_tokens
+from ebbflow.models.packed import pack_latents, unpack_tokens
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate_samples
 from tests.tolerances import assert_equal_to_rounding

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
-from ebbflow.models.pipeline import PackedPipelineModel, pack_latents
+from ebbflow.models.packed import PackedPipelineModel, pack_latents
 from ebbflow.rollouts.sglang_server import compute_tensor_sha256
 
 FIELDS = frozenset(

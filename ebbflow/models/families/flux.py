@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, pack_latents
+from ebbflow.models.packed import PackedPipelineModel, pack_latents
+from ebbflow.models.pipeline import JOINT_ATTENTION
 from ebbflow.models.published import CLIP_L, IMAGE_VAE, T5_XXL, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig

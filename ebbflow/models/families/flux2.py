@@ -15,12 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, ProcessorMixin
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning
 from ebbflow.models.folder import copy_published_part, report_unreadable_parts
-from ebbflow.models.pipeline import (
-    JOINT_ATTENTION,
-    PackedPipelineModel,
-    pack_latents,
-    unpack_tokens,
-)
+from ebbflow.models.packed import PackedPipelineModel, pack_latents, unpack_tokens
+from ebbflow.models.pipeline import JOINT_ATTENTION
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig

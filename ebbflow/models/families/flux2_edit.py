@@ -12,7 +12,7 @@ from torch import Tensor
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.editing import EditsImages, list_images, name_images
 from ebbflow.models.families.flux2 import Flux2Model, token_positions
-from ebbflow.models.pipeline import pack_latents
+from ebbflow.models.packed import pack_latents
 from ebbflow.recipe.families import Family
 
 FAMILY = Family(

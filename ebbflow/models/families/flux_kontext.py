@@ -14,7 +14,7 @@ from torch import Tensor
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.editing import EditsImages
 from ebbflow.models.families.flux import FLUX_DEV, FluxModel, token_positions
-from ebbflow.models.pipeline import pack_latents
+from ebbflow.models.packed import pack_latents
 from ebbflow.recipe.families import Family
 
 FAMILY = Family(

@@ -11,13 +11,8 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import (
-    JOINT_ATTENTION,
-    PackedPipelineModel,
-    channel_statistics,
-    match_norm,
-    pack_latents,
-)
+from ebbflow.models.packed import PackedPipelineModel, pack_latents
+from ebbflow.models.pipeline import JOINT_ATTENTION, channel_statistics, match_norm
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig

@@ -17,7 +17,7 @@ from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.editing import EditsImages, list_images
 from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, mask_or_none
 from ebbflow.models.folder import copy_published_part
-from ebbflow.models.pipeline import pack_latents
+from ebbflow.models.packed import pack_latents
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
