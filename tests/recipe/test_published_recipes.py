@@ -123,6 +123,25 @@ PUBLISHED = {
         "steps": 300,
         "evaluation": 50,
     },
+    "qwen_image_21": {
+        "model": {
+            "family": "qwen_image_21",
+            "path": "Qwen/Qwen-Image-2.1",
+            "height": 512,
+            "width": 512,
+        }
+        | {"guidance": 1.0, "precision": "bfloat16", "gradient_checkpointing": True},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128, "ema": None},
+        "stage": {"prompts_per_step": 16, "group_size": 16, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 10, "eta": 1.2},
+        "window": {"kind": "fixed", "size": 2, "start": 3},
+        "advantages": {"std": "global", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 1e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "steps": 200,
+        "evaluation": 20,
+    },
     "qwen_image_edit": {
         "model": {
             "family": "qwen_image_edit",
@@ -354,6 +373,7 @@ REWARDS = {
     "sd35_medium_nft": ["pickscore"],
     "ltx2_omninft": ["videoalign", "hpsv3", "clap", "audio_video_sync"],
     "qwen_image_ocr": ["ocr"],
+    "qwen_image_21": ["pickscore"],
     "qwen_image_edit": ["pickscore"],
     "qwen_image_edit_2511": ["pickscore"],
     "flux_kontext": ["pickscore"],
@@ -487,6 +507,7 @@ def test_copies_follow_as_published():
     [
         ("sd35_medium_ocr", 3, {0, 1, 2}),
         ("qwen_image_ocr", 2, {0, 1, 2, 3}),
+        ("qwen_image_21", 2, {3}),
         ("qwen_image_edit", 3, {0, 1, 2, 3}),
         ("qwen_image_edit_2511", 3, {0, 1, 2, 3}),
         ("flux_kontext", 1, {1, 2, 3}),
@@ -529,7 +550,7 @@ def test_the_same_repository_has_the_same_commit_everywhere():
             r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()
         ):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 22
+    assert len(commits) == 23
     assert all(len(known) == 1 for known in commits.values())
 
 
