@@ -29,7 +29,8 @@ from ebbflow.offline.shards import (
     choose_image_size,
 )
 from ebbflow.progress import show_progress
-from ebbflow.rollouts.engine import Diffusers, Engine, open_engine
+from ebbflow.recipe.choices import ENGINES_WITH_OWN_NOISE
+from ebbflow.rollouts.engine import Diffusers, Engine, build_text_arguments, open_engine
 from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import open_table_writer
@@ -190,9 +191,17 @@ def _open_stage_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
 
 
 def _check_engine(
-    ctx: StageContext, policy: Policy, engine: Engine, conditioning: Conditioning, keys: SampleKeys
+    ctx: StageContext,
+    policy: Policy,
+    engine: Engine,
+    conditioning: Conditioning,
+    keys: SampleKeys,
+    prompts: Sequence[Prompt],
 ) -> None:
     """Check another engine before it generates the shard: the policy replays its first samples.
+
+    Args:
+        prompts: of the samples.
 
     Raises:
         ParityError: the engine generates other samples than the policy would.
@@ -203,7 +212,9 @@ def _check_engine(
     conditioning = conditioning.select_rows(first).to(device)
     keys = keys.select_samples(first)
     sampler, plan = plan_parity_samples(config.sampler)
-    trajectory = engine.generate(conditioning, keys, sampler, plan)[0].move_to(device).trajectory
+    texts = build_text_arguments(engine, prompts[first])
+    rollouts, _ = engine.generate(conditioning, keys, sampler, plan, **texts)
+    trajectory = rollouts.move_to(device).trajectory
     assert trajectory is not None, "the plan records every step"
     metrics = measure_parity(
         policy,
@@ -215,6 +226,7 @@ def _check_engine(
         ctx.algorithm.generates,
         config.rollout_precision,
         config.micro_batch,
+        config.engine in ENGINES_WITH_OWN_NOISE,
     )
     logger.info(
         "%s: the denoising steps of engine %s differ by %.1e standard deviations",
@@ -248,11 +260,12 @@ def _generate_groups(
                 config.group_size,
                 sharing=config.noise_sharing,
             )
-            conditioning = encode([prompt for prompt in part for _ in range(config.group_size)])
+            shown = [prompt for prompt in part for _ in range(config.group_size)]
+            conditioning = encode(shown)
             if start == 0 and config.engine != "diffusers":
-                _check_engine(ctx, policy, engine, conditioning, keys)
+                _check_engine(ctx, policy, engine, conditioning, keys, shown)
+            options = build_text_arguments(engine, shown)
             # The recipe rejects a cache with another engine, whose network is elsewhere.
-            options: dict[str, Any] = {}
             if isinstance(engine, Diffusers):
                 options["cache"] = config.rollout_cache
                 options["quantization"] = config.rollout_quantization

@@ -13,7 +13,7 @@ import torch
 from ebbflow.models.base import generate_in_size
 from ebbflow.online.messages import RolloutReport, RolloutRequest
 from ebbflow.online.tracing import TaskTimer
-from ebbflow.rollouts.engine import Diffusers, Engine
+from ebbflow.rollouts.engine import Diffusers, Engine, build_text_arguments
 from ebbflow.rollouts.generate import Rollouts, find_finite_rows
 from ebbflow.rollouts.weights import Tensors, WeightsVersion
 
@@ -56,9 +56,7 @@ class RolloutWorker:
             generate = partial(
                 self.engine.generate, cache=request.cache, quantization=request.quantization
             )
-        # A server that encodes texts itself has no use for embeddings.
-        if getattr(self.engine, "takes_texts", False):
-            generate = partial(generate, prompts=request.prompts)
+        generate = partial(generate, **build_text_arguments(self.engine, request.prompts))
         with (
             self.timer.time_task(request.task, request.step, request.profiled),
             sized,

@@ -216,7 +216,7 @@ class Recipe(Strict):
         check_weights_until_update(self.stages, self.model)
         check_optimizer_states(self.stages, self.model)
         check_engines_support_model(self.stages, self.model, self.policy)
-        check_sglang_stages(self.stages, self.model, self.policy)
+        check_sglang_stages(self.stages, self.model, self.policy, self.evaluation)
         check_rollout_caches(self.stages, self.model)
         check_rollout_quantization(self.stages, self.model)
         check_guided_references(self.stages, self.model)

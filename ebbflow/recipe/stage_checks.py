@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ebbflow.recipe.choices import SGLANG_FAMILIES, SGLANG_SAMPLERS
+from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
@@ -138,17 +139,25 @@ def check_engines_support_model(
 
 
 def check_sglang_stages(
-    stages: Sequence[StageConfig], model: ModelConfig, policy: PolicyConfig
+    stages: Sequence[StageConfig],
+    model: ModelConfig,
+    policy: PolicyConfig,
+    evaluation: EvaluationConfig,
 ) -> None:
     """Check that SGLang's protocol can say what a stage asks of it.
+
+    Args:
+        evaluation: whose sampler the validations of a stage have.
 
     Raises:
         ValueError: it cannot; names the stage and the fix.
     """
+    branches = {stage.branch for stage in stages if stage.engine == "sglang" and stage.branch}
     for index, stage in enumerate(stages):
         if stage.engine != "sglang":
             continue
         window = stage.window
+        validates = isinstance(stage, OnlineStageConfig) and stage.validation is not None
         tree = stage.tree if isinstance(stage, OnlineStageConfig) else None
         workers = stage.resources.rollout.count if isinstance(stage, OnlineStageConfig) else 1
         samplers = ", ".join(SGLANG_SAMPLERS)
@@ -159,6 +168,8 @@ def check_sglang_stages(
             f"has the samplers {samplers}, not sampler.name = {stage.sampler.name!r}": (
                 stage.sampler.name not in SGLANG_SAMPLERS
             ),
+            f"has the samplers {samplers} for validations, too, not evaluation.sampler ="
+            f" {evaluation.sampler!r}": validates and evaluation.sampler not in SGLANG_SAMPLERS,
             "generates noise of its own, which samples cannot share (shared_initial_noise)": (
                 stage.shared_initial_noise
             ),
@@ -169,6 +180,8 @@ def check_sglang_stages(
             "gets adapters merged into the weights, without policy.dora": policy.dora,
             "is one server, whose weights several workers would overwrite"
             " (resources.rollout.count)": workers > 1,
+            f"is one server, whose weights the branches {', '.join(sorted(branches))}, which run"
+            " side by side, would overwrite": len(branches) > 1 and stage.branch is not None,
         }
         for reason, applies in reasons.items():
             if applies:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, device_of
@@ -61,6 +62,13 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release what the engine holds outside this process."""
+
+
+def build_text_arguments(engine: Engine, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Build the arguments that ``engine.generate`` takes beside those of every engine: the prompts
+    of the N samples, where the engine encodes texts itself.
+    """
+    return {"prompts": prompts} if getattr(engine, "takes_texts", False) else {}
 
 
 def open_engine(ctx: StageContext, base: Path) -> Engine:

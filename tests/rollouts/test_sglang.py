@@ -18,6 +18,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
+from ebbflow.offline.rollouts import write_shard
 from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.rollout_worker import RolloutWorker
@@ -29,6 +30,7 @@ from ebbflow.rollouts.parity import ParityError, measure_parity, plan_parity_sam
 from ebbflow.rollouts.sglang import URL, Sglang
 from ebbflow.rollouts.vllm_omni import EngineError
 from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.storage.tables import read_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 
@@ -63,6 +65,7 @@ def open_stub(tiny_recipe, monkeypatch, request):
         model = {"guidance": 4.0, "max_tokens": 32}
         stage = {"kind": "online", "algorithm": {"name": "flow_grpo"}, "engine": "sglang"}
         policy = keys.pop("policy", {"train": "lora", "rank": 4, "alpha": 12})
+        stage = keys.pop("stage", stage)
         recipe = tiny_recipe(family, model, stages=[{**stage, **keys}], policy=policy)
         ctx = StageContext(recipe, 0, 0)
         base = Path(recipe.model.path)
@@ -248,6 +251,22 @@ def test_a_stage_learns_from_the_samples_of_the_server(open_stub, make_prompts, 
     assert sum(path == "/update_weights_from_disk" for path, _ in stub.requests) >= 3
 
 
+def test_an_offline_stage_gets_its_samples_from_the_server(open_stub, make_prompts, tmp_path):
+    stage = {"kind": "offline", "engine": "sglang", "algorithm": {"name": "diffusion_nft"}}
+    keys = {"group_size": 2, "micro_batch": 4, "sampler": {"name": "ode", "steps": 3}}
+    stub, engine, policy = open_stub(stage=stage, shards=1, shared_initial_noise=False, **keys)
+    policy.ensure_copy("old")
+    push(engine, policy)
+    prompts = make_prompts(3)
+    path = tmp_path / "shard.parquet"
+    write_shard(open_stub.ctx, policy.model, policy, 0, prompts, 0, path, engine)
+    # The first request is that of the gate.
+    _, *bodies = [body for route, body in stub.requests if route == "/rollout/generate"]
+    asked = [(body["prompt"], body["num_outputs_per_prompt"]) for body in bodies[-3:]]
+    assert asked == [(prompt.prompt, 2) for prompt in prompts]
+    assert read_table(path).num_rows == 6
+
+
 @pytest.fixture
 def certify(tiny_recipe, monkeypatch):
     """``certify(Stub, settings)``: the certificate of ``engine: sglang`` on a tiny SD3."""
@@ -308,6 +327,35 @@ def test_a_recipe_that_the_protocol_cannot_express_is_rejected(tiny_recipe, keys
     stage = {"kind": "online", "algorithm": {"name": "flow_grpo"}, "engine": "sglang"}
     with pytest.raises((RecipeError, ValueError), match=message):
         tiny_recipe("sd3", stages=[{**stage, **keys}])
+
+
+def test_a_sampler_of_validations_that_the_server_lacks_is_rejected(tiny_recipe):
+    stage = {"kind": "online", "algorithm": {"name": "flow_grpo"}, "engine": "sglang"}
+    evaluation = {"sampler": "dpm_solver", "steps": 4}
+    tiny_recipe("sd3", stages=[stage], evaluation=evaluation)
+    validated = stage | {"validation": {"every": 2}}
+    with pytest.raises((RecipeError, ValueError), match=r"not evaluation\.sampler = 'dpm_solver'"):
+        tiny_recipe("sd3", stages=[validated], evaluation=evaluation)
+
+
+def test_branches_that_push_to_one_server_are_rejected(tiny_recipe):
+    names = ("words", "signs")
+    teachers = {name: f"branch:{name}" for name in names}
+    merge = {"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}}
+    prompts = {"mixture": [{"name": name, "source": f"{name}.txt"} for name in names]}
+
+    def build(*engines):
+        stage = {"kind": "online", "algorithm": {"name": "flow_grpo"}}
+        stages = [
+            {**stage, "branch": name, "engine": engine}
+            for name, engine in zip(names, engines, strict=True)
+        ]
+        branches = {name: {"prompts": [name]} for name in names}
+        return tiny_recipe("sd3", stages=[*stages, merge], branches=branches, prompts=prompts)
+
+    build("sglang", "diffusers")
+    with pytest.raises((RecipeError, ValueError), match="the branches signs, words, which run"):
+        build("sglang", "sglang")
 
 
 def test_a_family_whose_latents_nobody_has_mapped_is_rejected(tiny_recipe):
