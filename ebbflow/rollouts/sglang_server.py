@@ -11,9 +11,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 import msgpack
@@ -38,9 +40,17 @@ class SglangServer:
 
     Args:
         url: such as ``http://127.0.0.1:30000``.
+
+    Raises:
+        EngineError: the URL holds a password, which logs and errors would repeat.
     """
 
     def __init__(self, url: str) -> None:
+        if "@" in urlsplit(url).netloc:
+            raise EngineError(
+                "EBBFLOW_SGLANG_URL holds a user or a password, which SGLang does not ask for; name"
+                " the server alone, such as http://127.0.0.1:30000"
+            )
         self.url = url.rstrip("/")
         # The server is a machine of the run; a proxy for the internet does not know it.
         self._opener = build_opener(ProxyHandler({}))
@@ -53,7 +63,7 @@ class SglangServer:
         """
         path = "/rollout/generate"
         # Numbers, texts and bytes alone: reading msgpack runs no code.
-        content = msgpack.unpackb(self._post(path, body))
+        content = self._post(path, body, msgpack.unpackb)
         if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
             raise EngineError(f"{self.url}{path}: the answer is no list of samples")
         return [_read_tensors(one) for one in content]
@@ -79,11 +89,11 @@ class SglangServer:
 
     def _post_command(self, path: str, body: Mapping[str, Any]) -> None:
         # A refusal may come with status 200, and then says so in ``success``.
-        answer = json.loads(self._post(path, body))
+        answer = self._post(path, body, json.loads)
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise EngineError(f"{self.url}{path}: the server has answered {str(answer)[:SHOWN]}")
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> bytes:
+    def _post(self, path: str, body: Mapping[str, Any], decode: Callable[[bytes], Any]) -> Any:
         request = Request(
             self.url + path,
             json.dumps(body).encode(),
@@ -93,15 +103,22 @@ class SglangServer:
         try:
             with self._opener.open(request, timeout=TIMEOUT_SECONDS) as response:
                 content: bytes = response.read()
-                return content
         except HTTPError as error:
             # FastAPI explains it in ``detail``; a proxy in a page of HTML.
             refusal = error.read(SHOWN).decode(errors="replace")
             raise EngineError(f"{self.url}{path}: HTTP {error.code}: {refusal}") from None
-        except (URLError, OSError) as error:
+        # HTTPException: the server has died in the middle of its answer.
+        except (URLError, OSError, HTTPException) as error:
             raise EngineError(
-                f"{self.url}{path}: no answer from SGLang ({error}). Start the server, and set"
+                f"{self.url}{path}: no answer from SGLang ({error!r}). Start the server, and set"
                 " EBBFLOW_SGLANG_URL to its address; or set engine: diffusers"
+            ) from None
+        try:
+            return decode(content)
+        except ValueError as error:
+            raise EngineError(
+                f"{self.url}{path}: the answer cannot be read ({error}); it begins with"
+                f" {content[:SHOWN]!r}. Is EBBFLOW_SGLANG_URL the address of SGLang?"
             ) from None
 
 

@@ -68,7 +68,10 @@ class Stub:
 
     Attributes:
         requests: (path, body) of every request.
+        declares_bytes: length that the header of an answer says; default: its own.
     """
+
+    declares_bytes: int | None = None
 
     def __init__(self, base, config):
         self.model = load_model(base, config)
@@ -305,7 +308,7 @@ def serve(stub):
                 content = json.dumps({"detail": repr(error)}).encode()
                 status = 500
             self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Length", str(stub.declares_bytes or len(content)))
             self.end_headers()
             self.wfile.write(content)
 

@@ -28,6 +28,7 @@ from ebbflow.recipe.choices import ParityConfig, SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rollouts.parity import ParityError, measure_parity, plan_parity_samples
 from ebbflow.rollouts.sglang import URL, Sglang
+from ebbflow.rollouts.sglang_server import SglangServer
 from ebbflow.rollouts.vllm_omni import EngineError
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.tables import read_table
@@ -186,6 +187,38 @@ def test_an_error_of_the_server_is_told_with_its_words(open_stub):
     _, engine, policy = open_stub(Fails)
     with pytest.raises(EngineError, match=r"rollout/generate: HTTP 500: .*out of memory"):
         pass_gate(engine, policy)
+
+
+class AnswersInPart(stubs.Stub):
+    """Dies in the middle of an answer: its end is missing."""
+
+    declares_bytes = 10**6
+
+
+class AnswersAPage(stubs.Stub):
+    """As a proxy in front of a server that is gone."""
+
+    def answer(self, path, body):
+        return b"<html>Bad gateway</html>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (AnswersInPart, r"update_weights_from_disk: no answer from SGLang \(IncompleteRead"),
+        (AnswersAPage, r"the answer cannot be read .*Bad gateway.*EBBFLOW_SGLANG_URL"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_an_error_of_the_engine(open_stub, kind, message):
+    _, engine, policy = open_stub(kind)
+    with pytest.raises(EngineError, match=message):
+        push(engine, policy)
+
+
+def test_a_password_in_the_address_is_refused_and_not_repeated():
+    with pytest.raises(EngineError, match="EBBFLOW_SGLANG_URL holds") as error:
+        SglangServer("http://someone:secret@127.0.0.1:30000")
+    assert "secret" not in str(error.value)
 
 
 def test_without_a_server_the_error_names_the_variable(open_stub, monkeypatch):
