@@ -93,8 +93,10 @@ def train_online_folder(
     training = read_prompts(folders.prompts, "train")
     # Models take minutes to load, so a SIGTERM counts from here on. Workers are closed after an
     # error, too: Ray actors would keep their GPUs.
-    opened = open_workers(ctx, folders, actors, replicas, context_parallel)
-    with handle_sigterm(), closing(opened) as workers:
+    with (
+        handle_sigterm(),
+        closing(open_workers(ctx, folders, actors, replicas, context_parallel)) as workers,
+    ):
         metadata = read_policy_metadata(folders.policy)
         state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)

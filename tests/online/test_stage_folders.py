@@ -5,6 +5,8 @@ hands on.
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pyarrow as pa
 import pytest
@@ -16,6 +18,7 @@ from ebbflow.flow.windows import plan_window
 from ebbflow.models import load_model
 from ebbflow.online import loop, rollout_queue
 from ebbflow.online.loop import train_online_folder
+from ebbflow.resume import SIGTERM_CAME
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table
@@ -50,6 +53,37 @@ def folders(base_folder, make_prompts, tmp_path):
         return tmp_path / "start"
 
     return tmp_path / "prompts.parquet", of
+
+
+class LoadsNoMoreError(Exception):
+    pass
+
+
+def test_a_sigterm_while_models_are_loaded_is_a_request(
+    make_recipe, base_folder, folders, tmp_path, monkeypatch
+):
+    prompts, start = folders
+    ctx = StageContext(make_recipe(), 0, 0)
+    requested = []
+
+    def open_workers(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        requested.append(SIGTERM_CAME.is_set())
+        raise LoadsNoMoreError
+
+    monkeypatch.setattr(loop, "open_workers", open_workers)
+    # Without the stage's handler the signal would end this process.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with pytest.raises(LoadsNoMoreError):
+            train_online_folder(
+                ctx,
+                StageFolders(base_folder, start(ctx.recipe), prompts, tmp_path / "trained"),
+                MetricsRecorder(),
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert requested == [True]
 
 
 def test_windows_and_statistics_go_on_in_the_next_stage(
