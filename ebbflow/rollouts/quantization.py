@@ -39,6 +39,7 @@ def quantize_linears(model: Model, quantization: Quantization | None) -> Iterato
         return
     linears = _find_linears(model)
     weights = {name: linear.weight for name, linear in linears.items()}
+    biases = {name: linear.bias for name, linear in linears.items()}
     _require_quantizable(weights, device_of(model), quantization)
     quantize = _build_quantizer(device_of(model))
     casts = []
@@ -49,12 +50,19 @@ def quantize_linears(model: Model, quantization: Quantization | None) -> Iterato
             # are float32, and torchao scales rows of bfloat16.
             rounded = linear.weight.detach().to(torch.bfloat16)
             linear.weight = nn.Parameter(rounded, requires_grad=False)
+            # A product in 8 bits (``torch._scaled_mm``) adds no bias in float32.
+            if linear.bias is not None:
+                bias = linear.bias.detach().to(torch.bfloat16)
+                linear.bias = nn.Parameter(bias, requires_grad=False)
             quantize(linear)
             casts.append(linear.register_forward_pre_hook(_cast_input))
         yield
     finally:
         for name, linear in linears.items():
             linear.weight = weights[name]
+            linear.bias = biases[name]
+            # torchao's way to print the layer
+            vars(linear).pop("extra_repr", None)
         for cast in casts:
             cast.remove()
 

@@ -191,6 +191,20 @@ def test_weights_are_put_back_after_an_error(trained_model):
     assert all(after[name] is parameter for name, parameter in parameters.items())
 
 
+def test_layers_compute_with_weights_and_biases_of_bfloat16(trained_model):
+    """A product in 8 bits refuses a bias in float32, as trained weights and many published ones
+    have; only a GPU would show it.
+    """
+    layers = [m for block in trained_model.list_blocks() for m in block.modules()]
+    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    assert {linear.bias.dtype for linear in linears} == {torch.float32}
+    with quantize_linears(trained_model, "float8"):
+        assert {linear.bias.dtype for linear in linears} == {torch.bfloat16}
+        assert {linear.weight.dtype for linear in linears} == {torch.bfloat16}
+    assert {linear.bias.dtype for linear in linears} == {torch.float32}
+    assert not any("extra_repr" in vars(linear) for linear in linears)
+
+
 def test_a_plan_is_refused(trained_model, make_recipe):
     policy = Policy(trained_model, PolicyConfig(train="full"), 0)
     diffusers = Diffusers(StageContext(make_recipe(online=NFT), 0, 0), policy)
