@@ -20,7 +20,7 @@ from ebbflow.certification.adapter import EngineSetup
 from ebbflow.certification.bench import CertificateSettings, open_bench
 from ebbflow.certification.own_engines import FLOAT8, RecipeEngine
 from ebbflow.certification.sampling_lines import measure_network
-from ebbflow.models.base import ModelError, predict, predict_in_float32
+from ebbflow.models.base import ModelError, default_device, predict, predict_in_float32
 from ebbflow.models.glyph_training.trained import load_trained_glyph
 from ebbflow.offline.rollouts import write_shard
 from ebbflow.online.monitor import build_validation_requests
@@ -236,12 +236,14 @@ def test_sharded_weights_are_refused(trained_model, monkeypatch):
 
 def test_the_velocity_is_as_far_from_float32_as_e4m3_rounds(trained_model):
     """e4m3 has 3 bits of fraction: a weight moves by 2^-4 of itself at most, and by 2^-4 / sqrt(3)
-    in the mean square where its last place is uniform.
+    in the mean square where its last place is uniform. On a GPU activations are rounded, too.
     """
-    conditioning = trained_model.encode_texts(["ABCD", "EFGH"])
+    device = default_device()
+    trained_model.transformer.to(device)
+    conditioning = trained_model.encode_texts(["ABCD", "EFGH"]).to(device)
     generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(2, *trained_model.latent_shape, generator=generator)
-    sigma = torch.tensor([0.9, 0.5])
+    latents = torch.randn(2, *trained_model.latent_shape, generator=generator).to(device)
+    sigma = torch.tensor([0.9, 0.5], device=device)
     with torch.no_grad():
         truth = predict_in_float32(trained_model, latents, sigma, conditioning)
         bfloat16 = predict(trained_model, latents, sigma, conditioning, "bfloat16")
