@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ebbflow.algorithms.advantages import (
-    AdvantageResult,
-    compute_advantages,
-    compute_latent_advantages,
-    compute_reward_moments,
-    compute_tree_advantages,
-    find_varied_prompts,
-)
+from ebbflow.algorithms.advantages import AdvantageResult, compute_reward_moments
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.extras import require
@@ -41,11 +34,11 @@ from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import count_steps_ahead
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.statistics_alarm import watch_statistics
+from ebbflow.online.step_advantages import compute_step_advantages, find_varied_prompts_of_step
 from ebbflow.online.step_metrics import compute_score_means, measure_freshness, measure_speed
 from ebbflow.online.timeline import add_seconds
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageWorkers
-from ebbflow.recipe.latents import list_judges
 from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored_share
 from ebbflow.rollouts.engine import open_engine
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
@@ -256,7 +249,9 @@ class OnlineLoop:
             self.sampler.update_curriculum(
                 *compute_reward_moments(batch.scores.reward, batch.prompt_ids)
             )
-            advantages = self._compute_advantages(batch)
+            advantages = compute_step_advantages(
+                self.ctx, batch, self.workers.reward_weights, self.state.history
+            )
             report = await self._train_on_batch(batch, advantages)
 
             metrics = (
@@ -378,12 +373,7 @@ class OnlineLoop:
         # nothing.
         require_scored_share(batch.scores, self.ctx.recipe.max_failed_share)
         for _ in range(self.config.refill_rounds):
-            varied = find_varied_prompts(
-                *self._select_rewards(batch),
-                batch.prompt_ids,
-                self.config.advantages,
-                batch.scores.scored_rows,
-            )
+            varied = find_varied_prompts_of_step(self.ctx, batch, self.workers.reward_weights)
             further = self.sampler.sample_replacements(batch.step, batch.distinct_prompts, varied)
             # No prompts are left, or every group varies.
             if not further:
@@ -391,32 +381,6 @@ class OnlineLoop:
             batch = await self.queue.add_prompts(batch, further)
             require_scored_share(batch.scores, self.ctx.recipe.max_failed_share)
         return batch
-
-    def _compute_advantages(self, batch: RolloutBatch) -> AdvantageResult:
-        config = self.config.advantages
-        scored = batch.scores.scored_rows
-        # Leaves of a tree share steps, so each of their W steps gets an advantage of its own, [N,
-        # W].
-        if self.config.tree:
-            return compute_tree_advantages(
-                *self._select_rewards(batch), batch.prompt_ids, config, batch.tree_nodes, scored
-            )
-        judges = list_judges(self.ctx.recipe.rewards, self.ctx.recipe.model)
-        if judges:
-            return compute_latent_advantages(
-                *self._select_rewards(batch), batch.prompt_ids, config, judges, scored
-            )
-        return compute_advantages(
-            *self._select_rewards(batch), batch.prompt_ids, config, self.state.history, scored
-        )
-
-    def _select_rewards(
-        self, batch: RolloutBatch
-    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """(scores of each trained reward, its weight)."""
-        weights = self.workers.reward_weights
-        scores = batch.scores.metrics
-        return {name: scores[name] for name in weights}, weights
 
     async def _train_on_batch(
         self, batch: RolloutBatch, advantages: AdvantageResult

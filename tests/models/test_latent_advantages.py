@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from pipeline_cases import SHORT, prompts
 
-from ebbflow.algorithms.advantages import compute_advantages, compute_latent_advantages
+from ebbflow.algorithms.advantages import (
+    PromptStatistics,
+    compute_advantages,
+    compute_latent_advantages,
+)
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.base import predict
 from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.step_advantages import compute_step_advantages
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.latents import list_judges
 from ebbflow.recipe.recipe import Recipe
-from ebbflow.rewards.combine import load_scorer
+from ebbflow.rewards.combine import ScoreTable, load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.kinds.base import StepSamples, trainable_kind
 from ebbflow.training.policy import Policy
@@ -30,9 +37,10 @@ JPEG = [
 """Of one picture the one is minus the other, so the advantages of the two latents are opposite."""
 NFT = {"name": "diffusion_nft", "noise_levels": 1}
 GRPO = {"name": "mix_grpo"}
+LEARNS_FROM_BRANCH = {"name": "distillation", "teacher": "branch:glyphs"}
 
 
-def read(rewards, family="ltx2", **stage):
+def read(rewards, family="ltx2", branches=(), stages=(), **stage):
     model = {"family": family, "path": "models/base", "guidance": 1.0}
     if family == "ltx2":
         model["frames"] = 9
@@ -42,7 +50,8 @@ def read(rewards, family="ltx2", **stage):
             "prompts": {"source": "prompts.txt"},
             "rewards": rewards,
             "policy": {"train": "lora", "rank": 4, "alpha": 8},
-            "stages": [small_stage({"kind": "online", "algorithm": NFT, **stage})],
+            "branches": dict(branches),
+            "stages": list(stages) or [small_stage({"kind": "online", "algorithm": NFT, **stage})],
         }
     )
 
@@ -89,6 +98,28 @@ def test_a_group_is_trained_where_one_latent_alone_has_a_spread():
     )
     assert result.keep.tolist() == [True, True]
     assert result.of_latents.tolist() == [[0.0, -1.0], [0.0, 1.0]]
+
+
+def test_the_rewards_of_a_branch_judge_its_latents():
+    recipe = read(
+        [{"name": "jpeg_compressibility"}],
+        branches={"glyphs": {"rewards": JPEG}},
+        stages=[
+            small_stage({"kind": "online", "algorithm": NFT, "branch": "glyphs"}),
+            small_stage({"kind": "online", "algorithm": LEARNS_FROM_BRANCH}),
+        ],
+    )
+    columns = {reward["name"]: np.array([1.0, 2.0, 4.0]) for reward in JPEG}
+    batch = SimpleNamespace(
+        prompt_ids=np.zeros(3, int), scores=ScoreTable(np.ones(3), columns, [None] * 3)
+    )
+    weights = dict.fromkeys(columns, 1.0)
+    of_stages = [
+        compute_step_advantages(StageContext(recipe, 0, stage), batch, weights, PromptStatistics())
+        for stage in (0, 1)
+    ]
+    assert of_stages[0].of_latents.shape == (3, 2)
+    assert of_stages[1].of_latents is None
 
 
 @pytest.fixture

@@ -1,0 +1,70 @@
+"""The advantages of a step's samples, as its stage asks for them: of whole samples, of the steps of
+a tree, or of each latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ebbflow.algorithms.advantages import (
+    AdvantageResult,
+    PromptStatistics,
+    compute_advantages,
+    compute_latent_advantages,
+    compute_tree_advantages,
+    find_varied_prompts,
+)
+from ebbflow.online.messages import RolloutBatch
+from ebbflow.recipe.latents import list_judges
+from ebbflow.stage import StageContext
+
+
+def compute_step_advantages(
+    ctx: StageContext,
+    batch: RolloutBatch,
+    weights: Mapping[str, float],
+    history: PromptStatistics,
+) -> AdvantageResult:
+    """Compute the advantages of the N samples of a step.
+
+    Args:
+        weights: of the trained rewards in their sum, by column.
+        history: the moments of every prompt so far, of ``advantages.running``.
+    """
+    config = ctx.online_config.advantages
+    scores = _select_scores(batch, weights)
+    scored = batch.scores.scored_rows
+    # Leaves of a tree share steps, so each of their W steps gets an advantage of its own, [N, W].
+    if ctx.online_config.tree:
+        return compute_tree_advantages(
+            scores, weights, batch.prompt_ids, config, batch.tree_nodes, scored
+        )
+    # A branch may have rewards of its own, and so other judges than the recipe.
+    judges = list_judges(ctx.branch_recipe.rewards, ctx.recipe.model)
+    if judges:
+        return compute_latent_advantages(scores, weights, batch.prompt_ids, config, judges, scored)
+    return compute_advantages(scores, weights, batch.prompt_ids, config, history, scored)
+
+
+def find_varied_prompts_of_step(
+    ctx: StageContext, batch: RolloutBatch, weights: Mapping[str, float]
+) -> list[int]:
+    """Find the prompts of a step whose samples score differently, ascending.
+
+    Args:
+        weights: as of ``compute_step_advantages``.
+    """
+    return find_varied_prompts(
+        _select_scores(batch, weights),
+        weights,
+        batch.prompt_ids,
+        ctx.online_config.advantages,
+        batch.scores.scored_rows,
+    )
+
+
+def _select_scores(batch: RolloutBatch, weights: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """Return the scores of the trained rewards, [N] each, without other columns."""
+    return {name: batch.scores.metrics[name] for name in weights}
