@@ -284,17 +284,21 @@ def compute_latent_advantages(
     usable, _, _ = _select_scored_samples(scores, weights, scored)
     columns = []
     keep = np.zeros(len(prompt_ids), np.bool_)
-    for names in judges.values():
-        own = {name: weight for name, weight in weights.items() if name in names}
+    metrics = dict(whole.metrics)
+    for latent, names in judges.items():
+        own = {name: scores[name] for name in weights if name in names}
         if not own:
             columns.append(np.zeros(len(prompt_ids), np.float32))
             continue
-        result = compute_advantages(
-            {name: scores[name] for name in own}, own, prompt_ids, config, scored=usable
-        )
+        # Prompt sets that no reward of this latent scores say nothing of it, nor of its spread.
+        judged = usable & np.isfinite(np.stack(list(own.values()))).any(axis=0)
+        own_weights = {name: weights[name] for name in own}
+        result = compute_advantages(own, own_weights, prompt_ids, config, scored=judged)
         columns.append(result.values)
         keep |= result.keep
-    return replace(whole, keep=keep, of_latents=np.stack(columns, 1))
+        metrics |= {f"{name}/{latent}": value for name, value in result.metrics.items()}
+    metrics["group/dropped_samples"] = float(np.count_nonzero(~keep))
+    return replace(whole, keep=keep, metrics=metrics, of_latents=np.stack(columns, 1))
 
 
 def find_varied_prompts(

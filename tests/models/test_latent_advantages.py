@@ -73,10 +73,13 @@ def test_each_latent_has_the_advantages_of_the_rewards_that_judge_it():
     assert result.of_latents.dtype == np.float32
     assert np.allclose(result.of_latents, np.stack([video, sound, [0.0] * 4], 1))
     assert result.trained.shape == (4, 1, 3)
-    # All others are of all rewards, as without latents.
+    # All others are of all rewards, as without latents; beside them stand those of each latent.
     whole = compute_advantages(scores, weights, prompt_ids, config)
     assert np.array_equal(result.values, whole.values)
-    assert result.metrics == whole.metrics
+    assert whole.metrics.items() <= result.metrics.items()
+    assert result.metrics["advantage/max_magnitude/video"] == pytest.approx(2.0)
+    assert result.metrics["reward/mean/sound"] == pytest.approx((2.5 + 2.5 + 5 + 3) / 4)
+    assert not any(name.endswith("/text") for name in result.metrics)
 
 
 def test_a_sample_without_one_of_its_scores_is_trained_on_no_latent():
@@ -98,6 +101,39 @@ def test_a_group_is_trained_where_one_latent_alone_has_a_spread():
     )
     assert result.keep.tolist() == [True, True]
     assert result.of_latents.tolist() == [[0.0, -1.0], [0.0, 1.0]]
+
+
+def test_prompts_that_no_reward_of_a_latent_scores_do_not_widen_its_spread():
+    """Prompt 2 is of a set without a reward of the sound: its 0 is no score."""
+    scores = {
+        "pictures": np.array([0.0, 1.0, 5.0, 7.0]),
+        "hearing": np.array([30.0, 32.0, np.nan, np.nan]),
+    }
+    judges = {"video": ["pictures"], "sound": ["hearing"]}
+    result = compute_latent_advantages(
+        scores,
+        {"pictures": 1.0, "hearing": 1.0},
+        np.array([1, 1, 2, 2]),
+        AdvantagesConfig(std="global", combine="sum"),
+        judges,
+        scored=np.ones(4, bool),
+    )
+    # The scores less their mean, over the standard deviation of 30 and 32, the square root of 2.
+    assert result.of_latents[:, 1] == pytest.approx([-(0.5**0.5), 0.5**0.5, 0, 0], rel=1e-3)
+    assert result.keep.all()
+
+
+def test_samples_that_a_latent_is_trained_on_are_not_counted_as_dropped():
+    """The extremes of each latent are all four samples, those of the sum of both are two."""
+    scores = {"a": np.array([0.0, 1.0, 2.0, 9.0]), "b": np.array([2.0, 9.0, 0.0, 1.0])}
+    config = AdvantagesConfig(std="none", combine="sum", keep_extremes=1)
+    judges = {"video": ["a"], "sound": ["b"]}
+    result = compute_latent_advantages(
+        scores, {"a": 1.0, "b": 1.0}, np.zeros(4, int), config, judges
+    )
+    assert result.keep.all()
+    assert result.metrics["group/dropped_samples"] == 0
+    assert result.metrics["group/dropped_samples/sound"] == 2
 
 
 def test_the_rewards_of_a_branch_judge_its_latents():
