@@ -98,6 +98,8 @@ class AlgorithmConfig(Strict):
             them for it, a latent for each trained step.
         imitates: the loss makes every sample likelier, so that captioned data without rewards can
             be its samples.
+        only_selects: rewards choose the samples, and the loss of a row is the same whatever its
+            advantage is.
         data_defaults: ``stage_defaults`` of a stage with ``data``, those of ``algorithm`` included.
         data_published: ``published`` of a stage with ``data``.
         paper: arXiv id of the publication.
@@ -110,6 +112,7 @@ class AlgorithmConfig(Strict):
     needs_density: ClassVar[bool] = False
     compares_means: ClassVar[bool] = False
     imitates: ClassVar[bool] = False
+    only_selects: ClassVar[bool] = False
     data_defaults: ClassVar[dict[str, Any]] = {}
     data_published: ClassVar[dict[str, PublishedSetting]] = {}
     paper: ClassVar[str] = ""

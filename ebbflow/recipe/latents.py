@@ -38,6 +38,11 @@ def check_latent_names(rewards: Sequence[RewardConfig], model: ModelConfig) -> N
     latents = family.latents if family else ()
     for reward in rewards:
         unknown = [name for name in reward.latents if name not in latents]
+        if unknown and family is None:
+            raise ValueError(
+                f"{reward.column}.latents: model.family = {model.family!r} has no record that names"
+                " its latents; give its file a FAMILY with latents, or leave latents out"
+            )
         if unknown and not latents:
             raise ValueError(
                 f"{reward.column}.latents: a sample of model.family = {model.family!r} is one"
@@ -65,12 +70,16 @@ def check_stage_trains_judged_latents(
     if not judges:
         return
     reward = next(reward.column for reward in rewards if reward.latents)
+    name = stage.algorithm_name
     obstacles = {
         "kind": getattr(stage, "kind", "") != "online"
         and "offline stages store one advantage of a sample; set kind: online",
         "algorithm": not stage.algorithm_kind.splits_latents
-        and f"{stage.algorithm_name} has one"
-        " loss of the whole sample; set algorithm.name to diffusion_nft or mix_grpo",
+        and f"{name} has one loss of the whole sample; set algorithm.name to diffusion_nft or"
+        " mix_grpo",
+        "algorithm.name": stage.hyper_parameters.only_selects
+        and f"{name} has none in its loss: rewards choose its samples; set algorithm.name to"
+        " diffusion_nft or mix_grpo",
         "tree": getattr(stage, "tree", None) is not None
         and "the steps of a tree have advantages of their own; leave 'tree' out",
         "advantages.running": stage.advantages.running

@@ -4,6 +4,7 @@ is named.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ebbflow.algorithms.base import (
 from ebbflow.algorithms.registry import BUILT_IN
 from ebbflow.recipe.algorithms import ForwardConfig, TrajectoryConfig
 from ebbflow.recipe.base import RecipeError
+from ebbflow.training.kinds.base import trainable_kind
 from ebbflow.training.trial import try_loss
 
 
@@ -28,6 +30,25 @@ from ebbflow.training.trial import try_loss
 def test_loss_trial_accepts_every_built_in_algorithm(algorithm: Algorithm) -> None:
     needed = {"teacher": "elsewhere"} if "teacher" in algorithm.config.model_fields else {}
     try_loss("mine:ALGORITHM", algorithm, algorithm.config.model_validate(needed))
+
+
+@pytest.mark.parametrize(
+    "algorithm", BUILT_IN.values(), ids=lambda algorithm: algorithm.config.__name__
+)
+def test_an_algorithm_says_whether_rewards_only_choose_its_samples(algorithm: Algorithm) -> None:
+    needed = {"teacher": "elsewhere"} if "teacher" in algorithm.config.model_fields else {}
+    hyper = algorithm.config.model_validate(needed)
+    ids = np.repeat([0, 1], 4)
+    falling = np.tile(np.linspace(1, -1, 4), 2)
+    chosen = algorithm.select(falling, np.ones(8, bool), ids, hyper)
+    others = algorithm.select(-falling, np.ones(8, bool), ids, hyper)
+    rows, _ = trainable_kind(hyper.kind).build_trial_rows(chosen, algorithm, hyper)
+    weighed = [
+        algorithm.loss(replace(rows, advantage=factor * rows.advantage), hyper)[0]
+        for factor in (1.0, -0.5)
+    ]
+    chooses = [group.tolist() for group in chosen] != [group.tolist() for group in others]
+    assert hyper.only_selects == (chooses and torch.equal(*weighed))
 
 
 def mse(rows: ForwardRows) -> torch.Tensor:

@@ -266,6 +266,8 @@ def test_a_reward_that_hears_is_trained_on_online_and_moves_the_sound_alone(begi
         ),
         (JPEG, {"kind": "offline"}, "stages.0.kind: .* set kind: online"),
         (JPEG, {"algorithm": {"name": "refl"}}, "refl has one loss of the whole sample"),
+        (JPEG, {"algorithm": {"name": "sft"}}, "sft has none in its loss: rewards choose its"),
+        (JPEG, {"algorithm": {"name": "diffusion_dpo"}}, "diffusion_dpo has none in its loss"),
         (JPEG, {"advantages": {"running": True}}, r"advantages\.running: .* leave it out"),
         (JPEG, {"algorithm": {"name": "branch_grpo"}}, "tree: .* leave 'tree' out"),
     ],

@@ -40,6 +40,7 @@ class DiffusionDPOConfig(ForwardConfig):
     """Preference pairs: better against worse, from a file or from the samples of a group."""
 
     paper: ClassVar = "2311.12908"
+    only_selects: ClassVar = True
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde", "steps": 40}, "updates_per_step": 1}
     published: ClassVar = {
         "algorithm.beta": PublishedSetting(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class SFTConfig(ImitationConfig):
     """Flow matching on the best samples of every group (rejection sampling)."""
 
+    only_selects: ClassVar = True
     published: ClassVar = {
         "algorithm.best": PublishedSetting(
             1,
