@@ -17,7 +17,8 @@ from ebbflow.data.model_sizes import (
     count_lora_parameters,
     select_adapted_layers,
 )
-from ebbflow.estimate.memory import Memory, ProcessMemory, estimate_stage_memory
+from ebbflow.estimate.memory import Memory, ProcessMemory
+from ebbflow.estimate.stage_memory import estimate_stage_memory
 from ebbflow.estimate.work import PNG_BYTES_PER_PIXEL, Work, estimate_work
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS

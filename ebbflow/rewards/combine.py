@@ -19,7 +19,12 @@ from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, CustomRewardConfig, Rewar
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.functions import FunctionReward, is_score_function
 from ebbflow.rewards.groups import get_failure_reason, score_and_check
-from ebbflow.rewards.samples import join_sounds, reads_any, replace_non_finite_latents
+from ebbflow.rewards.samples import (
+    check_images,
+    join_sounds,
+    reads_any,
+    replace_non_finite_latents,
+)
 from ebbflow.rewards.videos import score_videos, select_scored_frames
 
 if TYPE_CHECKING:
@@ -311,7 +316,7 @@ class Scorer:
         sounds: Sounds | None,
     ) -> tuple[dict[str, np.ndarray], dict[str, RewardResult]]:
         """Return by the column of each reward which prompts it scores, bool [N], and its scores."""
-        _check_images(images, prompts)
+        check_images(images, prompts)
         asked = {reward.name: self._select_prompts(reward, prompts) for reward in rewards}
         results = {}
         for reward in rewards:
@@ -466,23 +471,6 @@ def require_scored_share(table: ScoreTable, limit: float) -> None:
         f" reward, more than max_failed_share = {limit:.1%} allows; the first reasons:"
         f" {' | '.join(reasons)}"
     )
-
-
-def _check_images(images: np.ndarray, prompts: Sequence[Prompt]) -> None:
-    if (
-        images.dtype != np.uint8
-        or images.ndim not in (4, 5)
-        or images.shape[-1] != 3
-        or 0 in images.shape[1:]
-    ):
-        raise RewardError(
-            "images must be uint8 RGB [N, height, width, 3], or videos [N, frames, height, width,"
-            f" 3], got {images.dtype} {list(images.shape)}"
-        )
-    if len(images) != len(prompts):
-        raise RewardError(
-            f"{len(images)} images for {len(prompts)} prompts; give one prompt per image"
-        )
 
 
 def _collect_columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:

@@ -109,7 +109,7 @@ def join_latent_losses(
         losses: of each latent, [m].
         metrics: of each latent, by name.
     """
-    # A latent without weight is left out, not multiplied by 0: its loss need not be finite.
+    # A latent without weight is left out, not multiplied by 0: nothing goes back through it.
     shares = [latent.share for latent in latents]
     total = _add_shares(losses, shares)
     joined: RowMetrics = {
