@@ -305,6 +305,24 @@ PUBLISHED = {
         "optimizer": {"weight_decay": 1e-4, "max_grad_norm": 1.0},
         "steps": 200,
     },
+    "hunyuan_video_15": {
+        "model": {
+            "family": "hunyuan_video_15",
+            "path": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+            "height": 480,
+            "width": 480,
+        }
+        | {"frames": 5, "guidance": 1.0, "gradient_checkpointing": True},
+        "policy": {"train": "lora", "rank": 64, "alpha": 64, "ema": None},
+        "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 2}
+        | {"shared_initial_noise": False},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "flow_sde", "steps": 16, "eta": 0.25},
+        "window": {"kind": "fixed", "size": 8, "start": 0},
+        "advantages": {"std": "global", "clip": None},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 1e-5, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+    },
     "wan22_a14b": {
         "model": {
             "family": "wan_a14b",
@@ -382,6 +400,7 @@ REWARDS = {
     "flux2_dev": ["pickscore"],
     "flux2_edit": ["pickscore"],
     "hunyuan_video": ["videoalign"],
+    "hunyuan_video_15": ["pickscore"],
     "ltx_video": ["hps"],
     "sd35_medium_specialists": ["pickscore"],
     "qwen_image_specialists": ["pickscore"],
@@ -550,7 +569,7 @@ def test_the_same_repository_has_the_same_commit_everywhere():
             r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()
         ):
             commits.setdefault(repository, set()).add(commit)
-    assert len(commits) == 23
+    assert len(commits) == 24
     assert all(len(known) == 1 for known in commits.values())
 
 
