@@ -109,6 +109,20 @@ PUBLISHED = {
         "optimizer": {"lr": 3e-5, "weight_decay": 1e-4, "max_grad_norm": 1.0},
         "evaluation": 40,
     },
+    "ltx2_flow_grpo": {
+        "model": {"family": "ltx2", "path": "Lightricks/LTX-2", "height": 256, "width": 384}
+        | {"frames": 81, "guidance": 4.0, "max_tokens": 1024, "gradient_checkpointing": True},
+        "policy": {"train": "lora", "rank": 64, "alpha": 128, "ema": None},
+        "stage": {"prompts_per_step": 32, "group_size": 8, "updates_per_step": 2},
+        "algorithm": {"name": "flow_grpo_fast", "clip_range": 1e-4},
+        "sampler": {"name": "cps", "steps": 24, "eta": 0.8},
+        "window": {"kind": "random", "size": 3},
+        "advantages": {"std": "global", "combine": "sum", "clip": 5.0},
+        "reference": {"weight": 0.0},
+        "optimizer": {"lr": 3e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        "steps": 100,
+        "evaluation": 50,
+    },
     "qwen_image_ocr": {
         "model": {"family": "qwen_image", "path": "Qwen/Qwen-Image", "height": 512, "width": 512}
         | {"guidance": 4.0, "max_tokens": 256, "gradient_checkpointing": True},
@@ -390,6 +404,7 @@ REWARDS = {
     "sd35_medium_ocr_512": ["ocr"],
     "sd35_medium_nft": ["pickscore"],
     "ltx2_omninft": ["videoalign", "hpsv3", "clap", "audio_video_sync"],
+    "ltx2_flow_grpo": ["clap", "audio_video_sync"],
     "qwen_image_ocr": ["ocr"],
     "qwen_image_21": ["pickscore"],
     "qwen_image_edit": ["pickscore"],
@@ -527,6 +542,7 @@ def test_copies_follow_as_published():
         ("sd35_medium_ocr", 3, {0, 1, 2}),
         ("qwen_image_ocr", 2, {0, 1, 2, 3}),
         ("qwen_image_21", 2, {3}),
+        ("ltx2_flow_grpo", 3, {0, 1, 2, 3, 4, 5, 6, 7}),
         ("qwen_image_edit", 3, {0, 1, 2, 3}),
         ("qwen_image_edit_2511", 3, {0, 1, 2, 3}),
         ("flux_kontext", 1, {1, 2, 3}),
