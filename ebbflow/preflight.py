@@ -33,7 +33,7 @@ from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.problems import RecipeProblems
 from ebbflow.recipe.recipe_file import find_locations
 from ebbflow.recipe.rewards import CustomRewardConfig
-from ebbflow.recipe.rollout_cache import require_quantization
+from ebbflow.recipe.rollout_cache import require_quantization, require_whole_weights
 from ebbflow.recipe.stages import StageConfig, is_trained_in_group
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rewards.trial import RewardTrial, try_reward
@@ -188,6 +188,7 @@ def _check_stages(problems: RecipeProblems, recipe: Recipe, on_cluster: bool, sh
             if not on_cluster:
                 stage.optimizer.require_package(f"{key}.optimizer")
         with problems.collect(f"{key}.rollout_quantization"):
+            require_whole_weights(stage, key, shards)
             if not on_cluster:
                 require_quantization(stage, key)
 

@@ -128,6 +128,26 @@ def check_approximations(stage: Any) -> None:
         )
 
 
+def require_whole_weights(stage: Any, key: str, shards: int) -> None:
+    """Check that the processes which round the rollouts of a stage (``StageConfig``) have whole
+    weights.
+
+    Args:
+        key: of the stage.
+        shards: processes of a colocated stage that share one copy of the model.
+
+    Raises:
+        RecipeError: they have not.
+    """
+    # ``placement`` is a field of online stages.
+    if stage.rollout_quantization and getattr(stage, "placement", "") == "colocated" and shards > 1:
+        raise RecipeError(
+            f"{key}.rollout_quantization = {stage.rollout_quantization!r} rounds whole weights, and"
+            f" {shards} processes share them; set train_sharding: replicated in the deployment, or"
+            " placement: ray, or leave it out"
+        )
+
+
 def require_quantization(stage: Any, key: str) -> None:
     """Check that what rounds the rollouts of a stage (``StageConfig``) is installed.
 

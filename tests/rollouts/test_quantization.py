@@ -27,11 +27,12 @@ from ebbflow.online.monitor import build_validation_requests
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.digest import compute_digest
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.recipe.rollout_cache import require_quantization
+from ebbflow.recipe.rollout_cache import require_quantization, require_whole_weights
 from ebbflow.rollouts import engine
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.quantization import quantize_linears
@@ -127,6 +128,17 @@ def test_a_check_names_the_extra_that_is_missing(monkeypatch):
     stage = build({"kind": "online", **NFT, **KEYS}).stages[0]
     with pytest.raises(RecipeError, match=r'stages\.2\.roll.*`pip install "ebbflow\[float8\]"`'):
         require_quantization(stage, "stages.2")
+
+
+def test_a_check_refuses_weights_that_processes_share(make_recipe, tmp_path):
+    online = {**NFT, **KEYS, "placement": "colocated"}
+    recipe = make_recipe(online=online, output=str(tmp_path / "runs"))
+    with pytest.raises(RecipeError) as error:
+        check_recipe(recipe, "", on_cluster=True, processes=4, shards=2)
+    assert "'float8' rounds whole weights, and 2 processes share them" in str(error.value)
+    alone = make_recipe(online=online | {"placement": "in_process"}).stages[0]
+    require_whole_weights(alone, "stages.0", 2)
+    require_whole_weights(recipe.stages[0], "stages.0", 1)
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])
