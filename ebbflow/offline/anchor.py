@@ -41,7 +41,7 @@ from ebbflow.training.batches import (
     shard_for_rank,
     split_into_passes,
 )
-from ebbflow.training.distributed import Ranks, sum_over_processes
+from ebbflow.training.distributed import sum_over_processes
 from ebbflow.training.shared_prompts import encode_prompts_together
 from ebbflow.training.update import PolicyUpdater
 
@@ -88,17 +88,15 @@ class DataAnchor:
         """As ``ebbflow.training.update.Anchor``."""
         policy = updater.policy
         shard, rows = self.choose_rows(updater.updates)
-        ranks = Ranks.current()
-        row_ranks = ranks.row_ranks(policy.context_parallel)
+        row_ranks = policy.row_ranks
         groups = list(rows[:, None])  # every picture by itself
         mine = np.concatenate(shard_for_rank(groups, row_ranks))
         with generate_in_size(policy.model, shard.size):
             batch = self._build_batch(policy.model, shard, mine, updater.updates)
             device = batch.clean.device
             total = int(sum_over_processes(torch.tensor(len(mine), device=device)))
-            # As in ``PolicyUpdater``: the mean over the rows of all processes, whose gradients are
-            # averaged; those that share the tokens of a row have all counted it.
-            factor = scale * self.config.weight * ranks.world * policy.context_parallel / total
+            # As in ``PolicyUpdater``: of the mean over the rows of all processes.
+            factor = scale * self.config.weight * policy.gradient_factor / total
             loss_sum = torch.zeros((), device=device)
             passes = count_shared_micro_batches(groups, row_ranks.world, 1, self.micro_batch)
             for part in split_into_passes(batch.group_index, passes):

@@ -197,7 +197,7 @@ def _denoise_micro_batch(
 ) -> Rollouts:
     """Denoise the samples of one micro-batch from pure noise to images."""
     trained = plan.trained if plan else ()
-    with_means = plan is not None and plan.with_means
+    recorder = _TrajectoryRecorder(trained, plan is not None and plan.with_means)
     sigmas = steps.sigmas
     device = conditioning.device
     conditioning = conditioning.for_precision(precision)  # cast once for all steps
@@ -215,9 +215,6 @@ def _denoise_micro_batch(
     noises = _generate_noises(model.latent_shape, keys, indices)
     latents = next(noises).to(device)  # [N, ...]
     history: SolverHistory | None = None
-    states: list[Tensor] = []
-    means: list[Tensor] = []
-    log_probs: list[Tensor] = []
     velocities: list[Tensor] = []
     for step, solver in enumerate(steps.solvers):
         distinct = distinct_rows[samples_per_prediction[step]]
@@ -236,14 +233,8 @@ def _denoise_micro_batch(
         transition = compute_transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
         next_latents = sample_next_latents(transition, next(noises).to(device))
         if step in trained:
-            # The state before a step is that after the one before, if that was trained, too.
-            if step - 1 not in trained:
-                states.append(latents)
-            states.append(next_latents)
-            # [N], or [N, K] of several latents
-            log_probs.append(compute_log_prob(transition, next_latents, model.latent_shape))
-            if with_means:
-                means.append(transition.mean)
+            log_prob = compute_log_prob(transition, next_latents, model.latent_shape)
+            recorder.add_step(step, latents, next_latents, log_prob, transition.mean)
             if with_graph:
                 velocities.append(velocity)
         # A multistep solver that takes the steps after the window needs the ones before.
@@ -252,14 +243,42 @@ def _denoise_micro_batch(
 
     if not trained:
         return Rollouts(latents, None)
-    trajectory = Trajectory(
-        sigmas,
-        torch.tensor(trained, device=device),
-        torch.stack(states, 1),  # [N, K, ...]
-        torch.stack(log_probs, 1),  # [N, W]
-        torch.stack(means, 1) if means else None,  # [N, W, ...]
-    )
+    trajectory = recorder.build_trajectory(sigmas, device)
     return Rollouts(latents, trajectory, (tuple(velocities),) if with_graph else ())
+
+
+class _TrajectoryRecorder:
+    """Keeps what the trained steps of a micro-batch were, in their order."""
+
+    def __init__(self, trained: Sequence[int], with_means: bool) -> None:
+        self.trained = trained
+        self.with_means = with_means
+        self.states: list[Tensor] = []
+        self.log_probs: list[Tensor] = []
+        self.means: list[Tensor] = []
+
+    def add_step(
+        self, step: int, latents: Tensor, next_latents: Tensor, log_prob: Tensor, mean: Tensor
+    ) -> None:
+        """Keep a step from ``latents`` to ``next_latents``, [N, ...]; ``log_prob`` is [N], or
+        [N, K] of several latents.
+        """
+        # The state before a step is that after the one before, if that was trained, too.
+        if step - 1 not in self.trained:
+            self.states.append(latents)
+        self.states.append(next_latents)
+        self.log_probs.append(log_prob)
+        if self.with_means:
+            self.means.append(mean)
+
+    def build_trajectory(self, sigmas: Tensor, device: torch.device) -> Trajectory:
+        return Trajectory(
+            sigmas,
+            torch.tensor(self.trained, device=device),
+            torch.stack(self.states, 1),  # [N, K, ...]
+            torch.stack(self.log_probs, 1),  # [N, W]
+            torch.stack(self.means, 1) if self.means else None,  # [N, W, ...]
+        )
 
 
 def _generate_noises(

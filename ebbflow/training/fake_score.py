@@ -14,7 +14,7 @@ from ebbflow.algorithms.base import expand_like
 from ebbflow.models.base import predict
 from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.training.batches import split_into_passes
-from ebbflow.training.distributed import Ranks, sum_over_processes
+from ebbflow.training.distributed import sum_over_processes
 from ebbflow.training.gradients import TrainingError, compute_gradient_norm
 from ebbflow.training.latent_losses import LatentShare, average_over_latents
 from ebbflow.training.matching import MatchingBatch
@@ -70,11 +70,8 @@ class FakeScore:
                 miss = expand_like(batch.scale[part], velocity) * velocity - batch.target[part]
                 errors = average_over_latents(miss**2, self.latents)
                 policy.set_gradient_reduction(part == slices[-1])
-                # The mean over all rows of all processes; FSDP averages over processes, which the
-                # world size undoes, and those that share tokens have all counted the row (as in
-                # ``PolicyUpdater``).
-                weight = Ranks.current().world * policy.context_parallel / total
-                (errors.sum() * weight).backward()
+                # The mean over all rows of all processes.
+                (errors.sum() * (policy.gradient_factor / total)).backward()
                 if part == slices[-1]:
                     policy.average_gradients()
                 row_errors.append(errors.detach())

@@ -128,20 +128,33 @@ class Policy:
             read_weights(model, torch.device("cpu") if self.shards_offloaded else device, adapters)
 
         # Only now: FSDP2 has replaced the parameters by DTensors.
-        self.parameters: dict[str, Tensor] = {
-            name: p for name, p in model.transformer.named_parameters() if p.requires_grad
-        }
-        if not self.parameters:
-            raise no_matching_layers_error(model, config)
+        self.parameters = self._list_trained_parameters()
         self.copies: dict[str, dict[str, Tensor]] = {}
         # Before anything is loaded or trained, so that the reference is the base model: the
         # untouched weights, or adapters whose product is zero.
         self.snapshot_copy("reference")
 
+    def _list_trained_parameters(self) -> dict[str, Tensor]:
+        network = self.model.transformer
+        parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        if not parameters:
+            raise no_matching_layers_error(self.model, self.config)
+        return parameters
+
     @property
     def row_ranks(self) -> Ranks:
         """This process among those with rows of their own: ranks that share tokens are one."""
         return Ranks.current().row_ranks(self.context_parallel)
+
+    @property
+    def gradient_factor(self) -> int:
+        """The factor of a row's loss, beside one over the rows that all processes count, with which
+        gradients are those of the mean over all rows.
+
+        FSDP averages gradients over processes, which the world size undoes. Processes that share
+        tokens each have the gradient of their own tokens only, and each of them counts the row.
+        """
+        return Ranks.current().world * self.context_parallel
 
     def ensure_copy(self, name: str) -> None:
         """Start a copy at the current parameters unless the loaded policy brought it along."""

@@ -271,20 +271,14 @@ class PolicyUpdater:
         }
 
     def _run_passes(
-        self,
-        batch: RowBatch,
-        slices: list[slice],
-        total: int,
-        teacher_rows: Mapping[str, Tensor],
+        self, batch: RowBatch, slices: list[slice], total: int, teacher_rows: Mapping[str, Tensor]
     ) -> PassResults:
         """Run forward and backward over every slice of rows (gradient accumulation); the gradients
         are left in the parameters.
         """
         # The mean over ALL rows, not the mean of the passes' means: passes and processes may have
-        # different numbers of rows, and a row must count the same in each. FSDP averages gradients
-        # over processes, which the world size undoes. Processes that share tokens each have the
-        # gradient of their own tokens only, and each of them has counted the row in ``total``.
-        weight = self.loss_scale * Ranks.current().world * self.policy.context_parallel / total
+        # different numbers of rows, and a row must count the same in each.
+        weight = self.loss_scale * self.policy.gradient_factor / total
         self.optimizer.zero_grad(set_to_none=True)
 
         # What needs no gradient comes first, for all slices at once, so that each copy is swapped
