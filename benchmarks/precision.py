@@ -154,7 +154,7 @@ def _largest_errors(
             move = compute_transition(
                 "flow_sde", latents, velocity, rolled_out.sigmas, step, sampler.eta
             )
-            again = compute_log_prob(move, rolled_out.next_latents[rows, index])
+            again = compute_log_prob(move, rolled_out.next_latents[rows, index], model.latent_shape)
             yield float((again - rolled_out.log_probs[rows, index]).abs().max())
 
 

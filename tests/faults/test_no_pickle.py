@@ -45,7 +45,10 @@ SOURCES = [
 ]
 PICKLES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 ONLY_AN_ERROR = {("pickle", "UnpicklingError")}
-WITHOUT_WEIGHTS = ("Tokenizer", "TokenizerFast", "Scheduler", "Config", "Processor", "ProcessorPil")
+WITHOUT_WEIGHTS = (
+    *("Tokenizer", "TokenizerFast", "Scheduler", "Config"),
+    *("Processor", "ProcessorPil", "FeatureExtractor"),
+)
 
 # ------------------------------------------------------------------------------------ in the source
 

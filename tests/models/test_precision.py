@@ -65,7 +65,7 @@ def largest_change(model, conditioning, trajectory, micro_batch):
             ).detach()
             move = compute_transition(SDE.name, latents, velocity, trajectory.sigmas, step)
             changes.append(
-                compute_log_prob(move, trajectory.next_latents[part, column])
+                compute_log_prob(move, trajectory.next_latents[part, column], model.latent_shape)
                 - trajectory.log_probs[part, column]
             )
     return torch.cat(changes).abs().max().item()

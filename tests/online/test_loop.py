@@ -14,7 +14,7 @@ from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.models.families.glyph import GlyphModel
-from ebbflow.online import loop
+from ebbflow.online import step_advantages
 from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.prompt_sampler import PromptSampler
@@ -27,7 +27,7 @@ from ebbflow.rewards.groups import compute_win_rates
 from ebbflow.rollouts import generate
 from ebbflow.rollouts.generate import generate_samples, join_rollouts
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.training import update
+from ebbflow.training import predictions
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import changed, moved, values
@@ -226,7 +226,7 @@ def test_micro_batches_do_not_change_a_step(run, name):
 @pytest.mark.parametrize("name", ["mix_grpo", "diffusion_nft"])
 def test_passes_of_rollouts_and_updates_are_equal(run, monkeypatch, name):
     """Groups of 6 in micro-batches of 4 are passes of 3 and 3, not of 4 and 2."""
-    sizes = {generate: set(), update: set()}
+    sizes = {generate: set(), predictions: set()}
 
     def record_rows(module, predict=predict):
         def predict_and_record(model, latents, *arguments, **keys):
@@ -236,11 +236,11 @@ def test_passes_of_rollouts_and_updates_are_equal(run, monkeypatch, name):
         monkeypatch.setattr(module, "predict", predict_and_record)
 
     record_rows(generate)
-    record_rows(update)
+    record_rows(predictions)
     _, _, logged, _ = run(
         algorithm=keys_of(name), steps=1, prompts_per_step=2, group_size=6, micro_batch=4
     )
-    assert sizes == {generate: {3}, update: {3}}
+    assert sizes == {generate: {3}, predictions: {3}}
     assert logged[0].get("ratio/first_deviation", 0) == 0
 
 
@@ -712,13 +712,13 @@ def test_the_drift_alarm_stands_in_the_record(run):
 
 def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatch):
     seen = []
-    compute = loop.compute_advantages
+    compute = step_advantages.compute_advantages
 
     def watch(scores, weights, prompt_ids, config, history, scored):
         seen.append(history)
         return compute(scores, weights, prompt_ids, config, history, scored)
 
-    monkeypatch.setattr(loop, "compute_advantages", watch)
+    monkeypatch.setattr(step_advantages, "compute_advantages", watch)
     run(steps=3, prompts_per_step=6, advantages={"running": True})
     assert seen[0] is seen[1] is seen[2]
     assert {count for _, count, *_ in seen[0].state_dict()["darkness"]} == {12}
