@@ -18,7 +18,6 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-import msgpack
 import torch
 from safetensors.torch import load
 from torch import Tensor
@@ -62,6 +61,8 @@ class SglangServer:
             EngineError: the server does not answer, refuses, or answers with something else.
         """
         path = "/rollout/generate"
+        import msgpack  # of the extra flyte: the core of the library does without it
+
         # Numbers, texts and bytes alone: reading msgpack runs no code.
         content = self._post(path, body, msgpack.unpackb)
         if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):

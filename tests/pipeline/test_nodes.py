@@ -93,7 +93,8 @@ def test_two_nodes_learn_the_bytes_of_one_and_resume_with_them_when_one_dies(
     assert launch("whole", nodes=1) == ["done"]
     (said,) = launch("again", dies="3 killed")
     assert said.startswith(LOST), said
-    assert "another machine is gone" in said
+    # Its rank finds the other one gone, or its launcher the store that the other node held.
+    assert "another machine is gone" in said or "another node is gone" in said
     assert not (tmp_path / "again").exists()
     assert parts(tmp_path, "again") == parts(tmp_path, "whole") != set()
     assert sorted(launch("again")) == ["IgnoreOutputs ", "done"]

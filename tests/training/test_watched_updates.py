@@ -121,6 +121,7 @@ def linear_policy(elements):
         predict_velocity=lambda latents, sigma, conditioning: weight.expand(len(latents), elements),
         sigmas=lambda steps: torch.linspace(1, 0, steps + 1),
         precision="float32",
+        latent_shape=(elements,),
     )
     return SimpleNamespace(
         parameters={"weight": weight},
@@ -132,6 +133,7 @@ def linear_policy(elements):
         keep_gathered=nullcontext,
         config=PolicyConfig(),
         context_parallel=1,
+        gradient_factor=1,
     )
 
 
