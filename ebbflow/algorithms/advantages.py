@@ -69,7 +69,7 @@ class AdvantageResult:
     of_latents: np.ndarray | None = None
 
     @property
-    def trained(self) -> np.ndarray:
+    def row_advantages(self) -> np.ndarray:
         """What the rows of a loss have: [N], of a tree [N, W], of K latents [N, 1, K]."""
         if self.of_latents is not None:
             return self.of_latents[:, None]

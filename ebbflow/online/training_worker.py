@@ -268,7 +268,7 @@ def _build_step_samples(
         prompts=[prompt for request in requests for prompt in request.prompts],
         conditioning=conditioning,
         sample_index=sample_index,
-        advantages=advantages.trained,
+        advantages=advantages.row_advantages,
         latents=rollouts.latents,
         trajectory=trajectory,
         velocities=rollouts.velocities,

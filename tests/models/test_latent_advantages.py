@@ -72,7 +72,7 @@ def test_each_latent_has_the_advantages_of_the_rewards_that_judge_it():
     sound = [0.5 * 1.0 - 0.5, 0.5 * -1.0 + 0.5, 0.5 * -2.0 + 2.0, 0.5 * 2.0 - 2.0]
     assert result.of_latents.dtype == np.float32
     assert np.allclose(result.of_latents, np.stack([video, sound, [0.0] * 4], 1))
-    assert result.trained.shape == (4, 1, 3)
+    assert result.row_advantages.shape == (4, 1, 3)
     # All others are of all rewards, as without latents; beside them stand those of each latent.
     whole = compute_advantages(scores, weights, prompt_ids, config)
     assert np.array_equal(result.values, whole.values)
