@@ -12,7 +12,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, get_args
@@ -212,9 +212,11 @@ class RayWorkers:
             ctx.stage_label,
             sum(self.resources_of_role(role).count for role in ROLES),
         )
+        # Machines may still join a cluster that is there already; one of this process is whole.
+        join_seconds = PLACEMENT_SECONDS if ray.is_initialized() else 0
         if not ray.is_initialized():
             ray.init(include_dashboard=False)
-        self.group = self._reserve_resources()
+        self.group = self._reserve_resources(join_seconds)
         try:
             self._open_workers()
         except BaseException:
@@ -275,19 +277,24 @@ class RayWorkers:
             worker.stop()
         remove_placement_group(self.group)
 
-    def _reserve_resources(self) -> Any:
-        """Room for all workers, each its own; on one machine where that is possible."""
+    def _reserve_resources(self, join_seconds: float) -> Any:
+        """Room for all workers, each its own; on one machine where that is possible.
+
+        Args:
+            join_seconds: to wait for machines of the cluster that are not there yet. KubeRay
+                replaces a head that died and starts the job again before its workers have joined.
+        """
         resources = self.ctx.online_config.resources
         bundles = []
         for role in ROLES:
             config = self.resources_of_role(role)
             bundles += [_build_bundle(config) for _ in range(config.count)]
         asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
-        there = ray.cluster_resources()
         listed = ", ".join(
             f"{role} {workers.count} x {workers.cpus:g} CPU {workers.gpus:g} GPU"
             for role, workers in resources
         )
+        there = _wait_for_resources(asked, join_seconds)
         for kind, wanted in asked.items():
             if wanted > there.get(kind, 0):
                 raise StageError(
@@ -441,6 +448,25 @@ def _format_bundle(workers: WorkersConfig) -> str:
 
 def _build_bundle(workers: WorkersConfig) -> dict[str, float]:
     return {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
+
+
+def _wait_for_resources(asked: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Wait until a cluster has what is asked for, or the time is over; what it then has."""
+    deadline = time.monotonic() + seconds
+    next_line = time.monotonic()
+    while True:
+        there: dict[str, float] = ray.cluster_resources()
+        missing = [kind for kind, wanted in asked.items() if wanted > there.get(kind, 0)]
+        now = time.monotonic()
+        if not missing or now >= deadline:
+            return there
+        if now >= next_line:
+            kinds = ", ".join(
+                f"{there.get(kind, 0):g} of {asked[kind]:g} {kind}" for kind in missing
+            )
+            logger.info("Ray has %s: waiting up to %.0f s for machines", kinds, deadline - now)
+            next_line = now + SAY_EVERY_SECONDS
+        time.sleep(1)
 
 
 def _format_usage(there: dict[str, float]) -> str:

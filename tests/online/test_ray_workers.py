@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -426,11 +427,29 @@ def test_damaged_weights_are_not_generated_with(
     ],
 )
 def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(
-    context_of, start, base_folder, workers, words
+    context_of, start, base_folder, workers, words, monkeypatch
 ):
+    monkeypatch.setattr(ray_workers, "PLACEMENT_SECONDS", 0)
     ctx = context_of(workers)
     with pytest.raises(StageError, match=words):
         RayWorkers(ctx, ActorFolders(partial(Path, base_folder), partial(Path, start(ctx))))
+    wait_until_gone([])
+
+
+def test_a_stage_waits_for_machines_that_join_later(
+    context_of, start, base_folder, monkeypatch, caplog
+):
+    """As after a deleted head, whose workers join anew."""
+    caplog.set_level(logging.INFO, ray_workers.__name__)
+    whole = ray.cluster_resources
+    readings = iter([{"CPU": 0.0}, {"CPU": 0.1}])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: next(readings, None) or whole())
+    ctx = context_of({})
+    workers = RayWorkers(ctx, ActorFolders(partial(Path, base_folder), partial(Path, start(ctx))))
+    workers.close()
+    assert next(readings, None) is None
+    (line,) = [text for text in caplog.messages if "waiting" in text]
+    assert re.fullmatch(r"Ray has 0 of [\d.]+ CPU: waiting up to 300 s for machines", line), line
     wait_until_gone([])
 
 
