@@ -1,9 +1,10 @@
 """Context parallelism: ranks that follow each other share the tokens of a sample (2309.14509), as
 diffusers has it.
 
-Each has its share of the tokens everywhere but in attention, for which they exchange them for a
-share of the heads. All of them have the whole prediction, and each the gradient of its own tokens:
-the gradient of a parameter is the sum over these ranks.
+Each has its share of the tokens everywhere but in attention. For it they exchange tokens for a
+share of the heads (Ulysses), or gather all keys (``models.gathered_keys``) where numbers do not
+divide or keys are not the queries' tokens. All of them have the whole prediction, and each the
+gradient of its own tokens: the gradient of a parameter is the sum over these ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch.distributed.device_mesh import DeviceMesh
 
 from ebbflow.models.base import Model, ModelError, device_of
-from ebbflow.models.editing import EditsImages
+from ebbflow.models.gathered_keys import GatheredKeys, let_backends_gather_keys
 from ebbflow.models.pipeline import PipelineModel
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
@@ -35,20 +36,45 @@ def share_tokens(model: Model, mesh: DeviceMesh) -> None:
     diffusers' ``enable_parallelism`` does the same on GPUs alone: it numbers them, and divides by
     zero where there are none.
     """
-    # Ulysses (2309.14509): each rank has all tokens of a share of the heads inside attention, and a
-    # share of the tokens, with all channels, everywhere else.
-    config = ContextParallelConfig(ulysses_degree=mesh["ulysses"].size(), mesh=mesh)
+    adapter = cast("PipelineModel", model)
+    group = mesh["ulysses"]
+    exchanges_heads = fits_ulysses(model, group.size())
+    # With "anything", shares differ by a token where their number does not divide.
+    config = ContextParallelConfig(
+        ulysses_degree=group.size(), mesh=mesh, ulysses_anything=not exchanges_heads
+    )
     parallel = ParallelConfig(context_parallel_config=config)
     parallel.setup(dist.get_rank(), dist.get_world_size(), device_of(model), mesh=mesh)
+    gathered = None if exchanges_heads else GatheredKeys(group.get_group())
+    let_backends_gather_keys()
     for processor in _attention_processors(model):
-        processor._parallel_config = parallel
-    adapter = cast("PipelineModel", model)
+        processor._parallel_config = gathered or parallel
     for network in adapter.list_networks():
-        apply_context_parallel(network, config, adapter.plan_shared_tokens(network))
+        plan = adapter.plan_shared_tokens(network)
+        if gathered:
+            # diffusers gathers shares of several sizes on a GPU alone: it numbers them there.
+            for name in [name for name, part in plan.items() if not isinstance(part, dict)]:
+                network.get_submodule(name).register_forward_hook(gathered.gather_output)
+                del plan[name]
+        apply_context_parallel(network, config, plan)
     # A family that does not fix the length of its prompts pads them to a multiple of the ranks, or
-    # the tokens of a prompt could not be divided among them.
-    if adapter.text_multiple:
+    # the tokens of a prompt could not be exchanged for heads.
+    if adapter.text_multiple and exchanges_heads:
         adapter.text_multiple = config.ulysses_degree
+
+
+def fits_ulysses(model: Model, ranks: int) -> bool:
+    """Whether so many ranks can exchange tokens for attention heads (Ulysses, 2309.14509), the
+    cheaper way: each then has all tokens of a share of the heads inside attention. The others
+    gather keys.
+    """
+    adapter = cast("PipelineModel", model)
+    # Images to edit have any number of tokens. Ulysses' backward pass takes as many keys as queries
+    # (diffusers 0.42.1, TemplatedUlyssesAttention), and sound is not as long as its video.
+    if adapter.count_tokens().edited or adapter.sound_parts:
+        return False
+    heads = adapter.list_networks()[0].config.num_attention_heads
+    return all(count % ranks == 0 for count in (heads, *adapter.count_shared_tokens().values()))
 
 
 def require_shareable_family(family: Any, config: ModelConfig, ranks: int) -> None:
@@ -60,17 +86,10 @@ def require_shareable_family(family: Any, config: ModelConfig, ranks: int) -> No
     """
     asked = f"train_context_parallel = {ranks}"
     if not (issubclass(family, PipelineModel) and family.shares_tokens):
-        reason = "diffusers has no plan of its network for it"
-        if issubclass(family, EditsImages):
-            reason = "the images that it edits have any number of tokens"
-        elif getattr(family, "sound_parts", ()):
-            # Ulysses' backward pass takes as many keys as queries (diffusers 0.42.1,
-            # TemplatedUlyssesAttention), and diffusers' plan leaves the sound whole: it would
-            # attend to the process's own part of the video.
-            reason = "its video and its sound have other numbers of tokens"
         raise ModelError(
-            f"{asked}: the tokens of {family.__name__} cannot be shared, as {reason}; leave it out"
-            " of the deployment, or take a family of docs/nodes.md"
+            f"{asked}: the tokens of {family.__name__} cannot be shared, as diffusers"
+            " has no plan of its network for it; leave it out of the deployment, or take a family"
+            " of docs/nodes.md"
         )
     if config.compile == "blocks":
         raise ModelError(
@@ -106,8 +125,8 @@ def require_shareable_tokens(model: Model, ranks: int) -> None:
     """Check that so many ranks can share the tokens of a sample.
 
     Raises:
-        ModelError: the family, a compiled network, its attention, or the number of its heads or
-            tokens do not allow it.
+        ModelError: the family, a compiled network, its attention, or the number of its tokens do
+            not allow it.
     """
     asked = f"train_context_parallel = {ranks}"
     adapter = cast("PipelineModel", model)
@@ -126,17 +145,11 @@ def require_shareable_tokens(model: Model, ranks: int) -> None:
             f"{asked}: attention {getattr(backend, 'value', backend)!r} cannot share tokens; set"
             " model.attention to native"
         )
-    heads = adapter.list_networks()[0].config.num_attention_heads
-    tokens = adapter.count_tokens()
-    counts = {"attention heads": heads, "tokens of the latents": tokens.image}
-    # Text that is only attended to is whole on every rank; text_multiple pads the rest.
-    if tokens.joint and not adapter.text_multiple:
-        counts["tokens of a prompt"] = tokens.text
-    for what, count in counts.items():
-        if count % ranks:
+    for what, count in adapter.count_shared_tokens().items():
+        if count < ranks:
             raise ModelError(
-                f"{asked} does not divide the {count} {what}; take a divisor, or another size,"
-                " model.frames or model.max_tokens"
+                f"{asked}: the {what} has {count} tokens, fewer than processes; take fewer, or"
+                " another size, model.frames or model.max_tokens"
             )
 
 

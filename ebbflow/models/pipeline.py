@@ -236,6 +236,17 @@ class PipelineModel(ReadsPipeline):
             }
         return plan
 
+    def count_shared_tokens(self) -> dict[str, int]:
+        """Count the tokens of each sequence that processes divide among them, by its name in
+        errors; of images to edit and of prompts without a fixed length no number is known.
+        """
+        tokens = self.count_tokens()
+        counts = {"latent": tokens.image}
+        # Text that is only attended to is whole in every process.
+        if tokens.joint and not self.text_multiple:
+            counts["prompt"] = tokens.text
+        return counts
+
     def token_widths(self) -> tuple[int, int]:
         """The width of a token in the blocks, and of an encoded token of a prompt."""
         config = self.transformer.config

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from benchmarks.tiny_models import build_tiny
 from ebbflow.models import load_model
 from ebbflow.models.base import ModelError
-from ebbflow.models.context_parallel import require_shareable_tokens
+from ebbflow.models.context_parallel import fits_ulysses, require_shareable_tokens
 from ebbflow.models.sizes import check_shared_tokens
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
@@ -135,20 +135,16 @@ def test_ranks_that_share_tokens_have_one_number_among_those_with_rows():
             "train_context_parallel = 2: the tokens of SD3Model cannot be shared, as",
         ),
         (
-            "flux",
-            {},
-            3,
-            "train_context_parallel = 3 does not divide the 2 attention heads; take a divisor",
+            "wan",
+            {"height": 32, "width": 96},
+            4,
+            "train_context_parallel = 4: the latent has 3 tokens, fewer than processes; take fewer,"
+            " or another size, model.frames or model.max_tokens",
         ),
-        (
-            "flux",
-            {"max_tokens": 33},
-            2,
-            "does not divide the 33 tokens of a prompt; take a divisor, or another size,",
-        ),
-        ("wan", {"height": 32, "width": 96}, 2, "does not divide the 3 tokens of the latents"),
+        ("ltx2", {"frames": 9}, 16, "the video has 8 tokens, fewer than processes"),
+        ("ltx2", {"frames": 1}, 2, "the sound has 1 tokens, fewer than processes"),
     ],
-    ids=["family", "heads", "text", "latents"],
+    ids=["family", "latents", "video", "sound"],
 )
 def test_what_cannot_be_shared_is_refused_before_anything_is_sent(
     tiny_recipe, family, keys, ranks, said
@@ -158,6 +154,26 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_sent(
     with pytest.raises(ModelError) as error:
         require_shareable_tokens(model, ranks)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "ranks", "exchanges"),
+    [
+        ("flux", {}, 2, True),
+        ("flux", {}, 3, False),
+        ("flux", {"max_tokens": 33}, 2, False),
+        ("wan", {"height": 32, "width": 96}, 2, False),
+        ("wan", {"height": 32, "width": 128}, 2, True),
+        ("ltx2", {"frames": 9}, 2, False),
+        ("flux_kontext", {}, 2, False),
+    ],
+    ids=["even", "heads", "text", "odd latents", "even latents", "sound", "images to edit"],
+)
+def test_heads_are_exchanged_where_all_numbers_divide(tiny_recipe, family, keys, ranks, exchanges):
+    config = tiny_recipe(family, keys).model
+    model = load_model(Path(config.path), config)
+    require_shareable_tokens(model, ranks)
+    assert fits_ulysses(model, ranks) is exchanges
 
 
 def test_attention_that_cannot_be_shared_is_refused(tiny_recipe):
@@ -220,8 +236,7 @@ OFFLINE = [{"kind": "online"}, {"kind": "offline"}]
             2,
             "attention 'nothing' cannot share tokens; set model.attention to native",
         ),
-        ("flux", {}, OFFLINE, 3, "does not divide the 2 attention heads; take a divisor"),
-        ("flux", {"max_tokens": 33}, OFFLINE, 2, "does not divide the 33 tokens of a prompt"),
+        ("flux", {"max_tokens": 1}, OFFLINE, 2, "the prompt has 1 tokens, fewer than processes"),
         (
             "flux",
             {},
@@ -237,7 +252,7 @@ OFFLINE = [{"kind": "online"}, {"kind": "offline"}]
             "is for stages of one size",
         ),
     ],
-    ids=["family", "compiled", "attention", "no attention", "heads", "text", "sizes", "anchor"],
+    ids=["family", "compiled", "attention", "no attention", "text", "sizes", "anchor"],
 )
 def test_a_recipe_that_cannot_share_tokens_is_refused_before_it_costs_anything(
     tiny_recipe, family, model, stages, ranks, said

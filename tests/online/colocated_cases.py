@@ -72,7 +72,9 @@ class Flat(Darkness):
     """As ``Darkness``, but all samples of every third prompt score the same."""
 
     def __call__(self, images: Any, prompts: Any) -> Any:
-        result = super().__call__(images, prompts)
+        # Frames of a video, [N, F, H, W, 3], one below the other.
+        tall = images.reshape(len(images), -1, *images.shape[-2:])
+        result = super().__call__(tall, prompts)
         result.values[[prompt.prompt_id % 3 == 0 for prompt in prompts]] = 0.5
         return result
 

@@ -49,12 +49,14 @@ FAMILIES = (
     "flux2",
     "flux2_klein",
     "ltx_video",
+    "ltx2",
 )
 
 
 def recipe_of_family(family: str, base: Path, case: str, placement: str) -> Recipe:
     size = {"height": 64, "width": 64, "max_tokens": 32}
-    model = {"family": family, "path": str(base), **size}
+    frames = {"frames": 9} if family == "ltx2" else {}
+    model = {"family": family, "path": str(base), **size, **frames}
     # In bfloat16 another order of rounding would be all that is seen.
     exact = {"rollout_precision": None}
     stage = {"policy": LORA, **CASES[case], **exact, "model": model, "drift_alarm": 1e9}

@@ -36,8 +36,6 @@ class Flux2EditModel(EditsImages, Flux2Model):
     min_images = FAMILY.min_images
     max_images = FAMILY.max_images
     text_parts = ("text_encoder", "vae")
-    # The image to edit has any number of tokens, which may not divide.
-    shares_tokens = False
 
     def count_tokens(self) -> Tokens:
         # Of one image, at most: a smaller image stays as it is.

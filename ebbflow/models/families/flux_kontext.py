@@ -36,8 +36,6 @@ class FluxKontextModel(EditsImages, FluxModel):
     pipeline_class = FluxKontextPipeline
     published = {"black-forest-labs/FLUX.1-Kontext-dev": FLUX_DEV}
     text_parts = ("text_encoder", "text_encoder_2", "vae")
-    # The image to edit has any number of tokens, which may not divide.
-    shares_tokens = False
 
     def count_tokens(self) -> Tokens:
         # At most, over the sizes that images may be scaled to.

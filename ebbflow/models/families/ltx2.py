@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import LTX2Pipeline
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
@@ -99,8 +100,6 @@ class LTX2Model(LTXVideoModel):
     sound_parts = ("audio_vae", "vocoder")
     default_size = (512, 768)
     default_max_tokens = 1024
-    # See ``require_shareable_family``.
-    shares_tokens = False
     latent_shape: NamedLatents
 
     @classmethod
@@ -156,6 +155,29 @@ class LTX2Model(LTXVideoModel):
             image=tokens.image + self.latent_shape.parts["sound"][1],
             condition_channels=self.max_tokens * width,
         )
+
+    def count_shared_tokens(self) -> dict[str, int]:
+        return {
+            "video": self._count_video_tokens(),
+            "sound": self.latent_shape.parts["sound"][1],
+        }
+
+    def plan_shared_tokens(self, network: Any) -> dict[str, Any]:
+        # That of diffusers 0.42.1 leaves the sound and the rotary positions between the two whole,
+        # and knows positions of one layout only.
+        tokens = ContextParallelInput(split_dim=1, expected_dims=3)
+        if network.config.rope_type == "split":  # cosines and sines are [N, heads, S, D]
+            positions = ContextParallelInput(split_dim=2, expected_dims=4, split_output=True)
+        else:  # [N, S, D]
+            positions = ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)
+        rotary = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
+        gathered = ContextParallelOutput(gather_dim=1, expected_dims=3)
+        return {
+            "": {"hidden_states": tokens, "audio_hidden_states": tokens},
+            **{name: {0: positions, 1: positions} for name in rotary},
+            "proj_out": gathered,
+            "audio_proj_out": gathered,
+        }
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         # One at a time: the states of all 49 layers, in several copies, and the scores of 262,208

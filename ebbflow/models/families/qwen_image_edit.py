@@ -50,8 +50,6 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
     pipeline_class = QwenImageEditPipeline
     published = {"Qwen/Qwen-Image-Edit": PARTS}
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "vae")
-    # The image to edit has any number of tokens, which may not divide.
-    shares_tokens = False
     edited_pixels = 1024 * 1024
     """The pipeline scales the image to edit to about this many pixels, whatever the size that it
     draws.
