@@ -23,7 +23,7 @@ from tasks.files import (
     open_checkpoints,
 )
 from tasks.preemption import retry_on_errors
-from tasks.resources import accelerated_resources
+from tasks.resources import DEPLOYMENT, accelerated_resources
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 if TYPE_CHECKING:
@@ -85,7 +85,15 @@ def train_stage(
         folders = StageFolders(
             base, start, fetch_artifact(prompts), trained, teachers or {}, anchor
         )
-        record = train_online_folder(ctx, folders, recorder, actors, checkpoints)
+        record = train_online_folder(
+            ctx,
+            folders,
+            recorder,
+            actors,
+            checkpoints,
+            # A stage in one process has nobody to share the tokens of a sample with.
+            context_parallel=DEPLOYMENT.train_context_parallel if actors else 1,
+        )
         log_stage(run_logger, record)
     recorder.write_json(metrics)
     return TrainedPolicy.from_stage(policy, trained, metrics, record, record.steps)

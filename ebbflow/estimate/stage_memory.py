@@ -20,7 +20,8 @@ def estimate_stage_memory(
     Args:
         processes: number of processes that train an offline stage or run a colocated one.
         shards: number of these processes that share one copy of the model; None for all.
-        context_parallel: number of these processes that share the tokens of a sample.
+        context_parallel: number of these processes, and of the training group of a stage on Ray,
+            that share the tokens of a sample.
     """
     memory_by_process: dict[str, Memory] = {}
     for ctx in contexts:
@@ -34,7 +35,9 @@ def estimate_stage_memory(
             )
         elif ctx.online_config.placement == "ray":
             ranks = ctx.online_config.resources.training.count
-            memory_by_process[f"{label} training"] = memory.online_rank_memory(ctx, ranks, ranks)
+            memory_by_process[f"{label} training"] = memory.share_tokens(
+                context_parallel
+            ).online_rank_memory(ctx, ranks // context_parallel, ranks)
             memory_by_process[f"{label} rollout"] = memory.rollout_memory(ctx)
             memory_by_process[f"{label} rewards"] = Memory(others=memory.reward_network_bytes(ctx))
         else:

@@ -99,13 +99,23 @@ def require_shareable_family(family: Any, config: ModelConfig, ranks: int) -> No
 
 
 def require_shareable_stage(stage: StageConfig, ranks: int) -> None:
-    """Check that the processes of an offline or a colocated stage can share the tokens of a sample,
-    as far as the stage says it: its samples have one size, and its rollouts no cache.
+    """Check that the processes that train a stage can share the tokens of a sample, as far as the
+    stage says it: its samples have one size, a colocated stage's rollouts no cache, and the
+    training group of a stage on Ray can be divided.
 
     Raises:
         ModelError: they cannot.
     """
-    if ranks > 1 and isinstance(stage, OnlineStageConfig) and stage.rollout_cache:
+    if ranks > 1 and isinstance(stage, OnlineStageConfig) and stage.placement == "ray":
+        # Rollout workers have a GPU and a whole sample each: the training group alone shares.
+        count = stage.resources.training.count
+        if count % ranks:
+            raise ModelError(
+                f"train_context_parallel = {ranks} does not divide resources.training.count ="
+                f" {count} of a stage with placement: ray; take a multiple, or leave it out of the"
+                " deployment"
+            )
+    elif ranks > 1 and isinstance(stage, OnlineStageConfig) and stage.rollout_cache:
         # A cache looks at the tokens that a rank has, and a rank that skips blocks would leave the
         # others alone in the attention of these blocks.
         raise ModelError(

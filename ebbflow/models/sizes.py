@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from ebbflow.data.model_sizes import ModelSizes, SampleSize, SizeError
 from ebbflow.flow.latents import get_picture_shape
 from ebbflow.models import check_folder, load_model
-from ebbflow.models.base import ModelError, is_trainable
+from ebbflow.models.base import is_trainable
 from ebbflow.models.context_parallel import (
     require_shareable_family,
     require_shareable_stage,
@@ -147,7 +147,7 @@ def check_size(model: ModelConfig) -> None:
 
 def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
     """Check that so many processes can share the tokens of a sample in the stages that a group of
-    processes runs: offline and colocated ones (``models.context_parallel``).
+    processes trains: offline and colocated ones, and those on Ray (``models.context_parallel``).
 
     Of a model that nothing is known of, and of a user's own family, it checks no numbers of heads
     and tokens.
@@ -157,14 +157,12 @@ def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
     """
     if ranks == 1:
         return
-    for index, stage in enumerate(recipe.stages):
-        if isinstance(stage, OnlineStageConfig) and stage.placement == "ray":
-            raise ModelError(
-                f"train_context_parallel = {ranks} is for offline stages and placement: colocated;"
-                f" the workers of stages.{index}, with placement: ray, have each sample whole. Set"
-                " placement: colocated, or leave it out of the deployment"
-            )
-    stages = [stage for stage in recipe.stages if is_trained_in_group(stage)]
+    stages = [
+        stage
+        for stage in recipe.stages
+        if is_trained_in_group(stage)
+        or (isinstance(stage, OnlineStageConfig) and stage.placement == "ray")
+    ]
     if not stages:
         return
     for stage in stages:

@@ -73,7 +73,8 @@ def train_online_folder(
         actors: where workers under ``placement: ray`` find what they load; by default at the paths
             of ``folders`` on every machine.
         checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
-        replicas, context_parallel: as of ``Policy``, under ``placement: colocated``.
+        replicas: as of ``Policy``, under ``placement: colocated``.
+        context_parallel: as of ``Policy``; under ``placement: ray``, of the training group.
 
     Raises:
         ModelError: the tokens of a sample cannot be shared.
@@ -122,7 +123,7 @@ def open_workers(
         from ebbflow.online.ray_workers import RayWorkers
 
         same_paths = ActorFolders.from_paths(folders.base, folders.policy, folders.teachers)
-        return RayWorkers(ctx, actors or same_paths)
+        return RayWorkers(ctx, actors or same_paths, context_parallel)
     ranks = Ranks.current()
     policy, metadata = load_policy(
         ctx,

@@ -207,7 +207,11 @@ class RayTrainingWorker(TrainingWorker):
 
 
 def open_training_worker(
-    ctx: StageContext, folders: ActorFolders, rank: int, rendezvous: str
+    ctx: StageContext,
+    folders: ActorFolders,
+    rank: int,
+    rendezvous: str,
+    context_parallel: int = 1,
 ) -> RayTrainingWorker:
     # A group of one needs no process group, and its policy is not sharded.
     world = ctx.online_config.resources.training.count
@@ -222,7 +226,14 @@ def open_training_worker(
             device_id=torch.device("cuda", 0) if torch.cuda.is_available() else None,
         )
     teachers = {copy: locate() for copy, locate in folders.teachers.items()}
-    policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teachers, shard=world > 1)
+    policy, metadata = load_policy(
+        ctx,
+        folders.base(),
+        folders.policy(),
+        teachers,
+        shard=world > 1,
+        context_parallel=context_parallel,
+    )
     scorer = (
         load_scorer(ctx.branch_recipe.rewards, ())
         if ctx.config.algorithm_kind.needs_reward_gradient

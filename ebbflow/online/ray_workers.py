@@ -191,14 +191,17 @@ class RayWorkers:
 
     Args:
         folders: where actors find what they load.
+        context_parallel: ranks of the training group that share the tokens of each sample; rollout
+            workers have samples whole.
 
     Raises:
         StageError: the cluster has no room for the workers, or one of them died while it loaded.
     """
 
-    def __init__(self, ctx: StageContext, folders: ActorFolders) -> None:
+    def __init__(self, ctx: StageContext, folders: ActorFolders, context_parallel: int = 1) -> None:
         self.ctx = ctx
         self.folders = folders
+        self.context_parallel = context_parallel
         # From the recipe: no scorer is loaded in the stage's own process.
         recipe = ctx.branch_recipe
         self.reward_weights = {row.column: row.weight for row in recipe.rewards}
@@ -322,7 +325,12 @@ class RayWorkers:
         rendezvous = ranks[0].actor.rendezvous.remote()
         for worker in ranks:
             worker.start_opening(
-                open_training_worker, self.ctx, self.folders, worker.index, rendezvous
+                open_training_worker,
+                self.ctx,
+                self.folders,
+                worker.index,
+                rendezvous,
+                self.context_parallel,
             )
         rollouts = [
             self._start_worker("rollout", index)

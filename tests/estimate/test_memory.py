@@ -603,6 +603,17 @@ def test_colocated_processes_that_share_tokens_have_a_share_of_them(make_recipe)
     )
 
 
+def test_a_training_group_on_ray_shares_tokens_and_rollout_workers_do_not(make_recipe):
+    stage = {"placement": "ray", "resources": {"training": {"count": 4}}, "prompts_per_step": 8}
+    recipe = make_recipe(online=stage)
+    four, shared = (estimate_recipe(recipe, 2, context_parallel=count) for count in (1, 2))
+    memory, other = (made.memory["1.1 online training"] for made in (four, shared))
+    assert other.activations == pytest.approx(memory.activations / 2, rel=0.01)
+    assert other.samples > memory.samples
+    for name in ("1.1 online rollout", "1.1 online rewards"):
+        assert shared.memory[name] == four.memory[name]
+
+
 def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe):
     """FSDP2 shards the trained one alone."""
     stages = [

@@ -240,6 +240,19 @@ OFFLINE = [{"kind": "online"}, {"kind": "offline"}]
         (
             "flux",
             {},
+            [
+                {
+                    "kind": "online",
+                    "placement": "ray",
+                    "resources": {"training": {"count": 3}},
+                }
+            ],
+            2,
+            " does not divide resources.training.count = 3 of a stage with placement: ray; take a",
+        ),
+        (
+            "flux",
+            {},
             [{"kind": "offline", "sizes": [{"height": 32, "width": 64}]}],
             2,
             "is for stages of one size",
@@ -252,7 +265,7 @@ OFFLINE = [{"kind": "online"}, {"kind": "offline"}]
             "is for stages of one size",
         ),
     ],
-    ids=["family", "compiled", "attention", "no attention", "text", "sizes", "anchor"],
+    ids=["family", "compiled", "attention", "no attention", "text", "ray", "sizes", "anchor"],
 )
 def test_a_recipe_that_cannot_share_tokens_is_refused_before_it_costs_anything(
     tiny_recipe, family, model, stages, ranks, said

@@ -28,6 +28,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, OwnerDiedErro
 from ray_worker import forked_workers
 from safetensors.torch import load_file
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.records import StageRecord
@@ -44,11 +45,12 @@ from ebbflow.online.ray_workers import (
     TrainingDied,
 )
 from ebbflow.online.workers import StageError, WorkerDied
+from ebbflow.recipe import Recipe
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, WeightsVersion
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
-from ebbflow.storage.artifacts import verify_folder
+from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -318,6 +320,43 @@ def test_two_ranks_train_together_and_end_together(
             "velocity_drift": 0,
         }  # measured on the first pass, which is another one
         assert other | apart == pytest.approx(one | apart, rel=1e-3, abs=1e-5)
+    for name, value in alone.parameters.items():
+        assert torch.allclose(value, together.parameters[name], atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_that_share_tokens_learn_what_one_process_learns(context_of, prompts, tmp_path):
+    base = tmp_path / "base"
+    with write_new_folder(base) as unfinished:
+        build_tiny("flux", unfinished)
+    model = {"family": "flux", "path": str(base), "height": 64, "width": 64, "max_tokens": 32}
+    write_prompts(
+        pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS),
+        tmp_path / "prompts.parquet",
+    )
+
+    def train_flux(name: str, ctx: StageContext, context_parallel: int) -> Ran:
+        recipe = Recipe.model_validate(ctx.recipe.model_dump(mode="json") | {"model": model})
+        start = tmp_path / f"start-{name}"
+        write_base_policy(start, verify_folder(base), recipe.digest, recipe.policy)
+        trained = tmp_path / f"trained-{name}"
+        recorder = MetricsRecorder()
+        record = train_online_folder(
+            replace(ctx, recipe=recipe),
+            StageFolders(base, start, tmp_path / "prompts.parquet", trained),
+            recorder,
+            context_parallel=context_parallel,
+        )
+        return ran(trained, recorder, record)
+
+    # Adam's first steps are signs otherwise, which turn rounding into full steps.
+    online = {"steps": 2, "optimizer": {"lr": 0.05, "max_grad_norm": 0.5, "eps": 1.0}}
+    alone = train_flux("alone", context_of(**online), 1)
+    together = train_flux("together", context_of({"training": {"count": 2}}, **online), 2)
+    # Ranks with rows of their own would measure ``grad_variance`` and ``velocity_drift`` on others.
+    for one, other in zip(alone.metrics, together.metrics, strict=True):
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-5)
+        assert one["grad_variance"] > 1e-3
     for name, value in alone.parameters.items():
         assert torch.allclose(value, together.parameters[name], atol=1e-5)
 

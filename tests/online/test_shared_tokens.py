@@ -175,7 +175,7 @@ def test_every_other_network_does_what_one_process_does(folder, begin):
         (
             "flux",
             {"placement": "ray"},
-            "the workers of stages.0, with placement: ray, have each sample whole. Set placement:",
+            " does not divide resources.training.count = 1 of a stage with placement: ray; take a",
         ),
     ],
 )
