@@ -5,6 +5,7 @@ and what is measured.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import textwrap
@@ -301,6 +302,36 @@ def test_the_keys_of_a_plan_are_those_of_a_recipe_and_a_deployment(gpus: int) ->
     decided = DeploymentConfig(**deployment)
     assert decided.train_processes * decided.train_nodes == gpus
     assert decided.train_sharding == "replicated"  # a fifth of the GPU's memory
+
+
+def test_a_plan_says_how_many_processes_share_a_sample_that_fits_no_gpu() -> None:
+    ctx = stage_of(prompts_per_step=32, micro_batch=16)
+    video = dataclasses.replace(SAMPLE, tokens=12 * SAMPLE.tokens)
+    texts = {
+        sample.tokens: describe_plans(
+            estimate_from_sizes(ctx.recipe, 1, SIZES, sample), 8, 100, None, 50
+        )
+        for sample in (SAMPLE, video)
+    }
+    said = re.findall(r"None fits. With train_context_parallel: (\d),", texts[video.tokens])
+    assert "train_context_parallel" not in texts[SAMPLE.tokens]
+    (sharing,) = map(int, said)
+    needs = {
+        count: estimate_from_sizes(
+            ctx.recipe.model_copy(
+                update={"stages": [ctx.config.model_copy(update={"placement": "colocated"})]}
+            ),
+            8,
+            SIZES,
+            video,
+            context_parallel=count,
+        )
+        .memory["1.1 online training"]
+        .peak_bytes
+        for count in (sharing // 2, sharing)
+    }
+    usable = 0.9 * 79 * 2**30  # of an H100
+    assert needs[sharing] <= usable < needs[sharing // 2]
 
 
 def test_gpu_hours_and_prices_are_of_all_rounds() -> None:

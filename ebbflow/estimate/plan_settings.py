@@ -59,7 +59,34 @@ def describe_settings(
         f"    train_sharding: {sharding}",
         "",
         f"  GiB of each process, of {memory} of a GPU ({gpu}), by train_sharding: {listed}",
+        *_describe_shared_tokens(estimate, work, processes, nodes, by_sharding, memory),
     ]
+
+
+def _describe_shared_tokens(
+    estimate: Estimate,
+    work: OnlineWork,
+    processes: int,
+    nodes: int,
+    by_sharding: dict[Sharding, int],
+    memory: int,
+) -> list[str]:
+    """Return a line of how many processes have to share each sample where no process fits its GPU
+    otherwise; none where one does, or where sharing does not help.
+    """
+    usable = memory * GIB * USABLE
+    if min(by_sharding.values()) <= usable:
+        return []
+    for sharing in range(2, processes + 1):
+        if processes % sharing == 0:
+            size = _measure_colocated_memory(estimate, work, processes, nodes, "full", sharing)
+            if size <= usable:
+                return [
+                    f"  None fits. With train_context_parallel: {sharing}, where the family shares"
+                    f" tokens (docs/nodes.md), and full: {size / GIB:.1f}; the times above are"
+                    " without it"
+                ]
+    return []
 
 
 def _choose_sharding(needs: dict[Sharding, int], usable: float) -> Sharding:
@@ -74,10 +101,15 @@ def _choose_sharding(needs: dict[Sharding, int], usable: float) -> Sharding:
 
 
 def _measure_colocated_memory(
-    estimate: Estimate, work: OnlineWork, processes: int, nodes: int, sharding: Sharding
+    estimate: Estimate,
+    work: OnlineWork,
+    processes: int,
+    nodes: int,
+    sharding: Sharding,
+    context_parallel: int = 1,
 ) -> int:
     made = _estimate_with_stage(
-        estimate, work, processes, nodes, sharding, {"placement": "colocated"}
+        estimate, work, processes, nodes, sharding, {"placement": "colocated"}, context_parallel
     )
     return made[f"{work.ctx.stage_label} training"]
 
@@ -102,10 +134,13 @@ def _estimate_with_stage(
     nodes: int,
     sharding: Sharding,
     keys: dict[str, object],
+    context_parallel: int = 1,
 ) -> dict[str, int]:
     """Return the bytes that each process needs at most, with other keys of the stage."""
     stages = list(estimate.recipe.stages)
     stages[work.ctx.stage] = work.ctx.online_config.model_copy(update=keys)
     recipe = estimate.recipe.model_copy(update={"stages": stages})
-    made = estimate_from_sizes(recipe, processes, estimate.sizes, estimate.sample, nodes, sharding)
+    made = estimate_from_sizes(
+        recipe, processes, estimate.sizes, estimate.sample, nodes, sharding, context_parallel
+    )
     return {name: memory.peak_bytes for name, memory in made.memory.items()}
