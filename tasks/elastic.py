@@ -1,5 +1,5 @@
-"""The group of processes of an offline or a colocated stage: torch's elastic launcher on each node,
-which saves on SIGTERM and starts at once.
+"""The group of processes of an offline or a colocated stage, or of a task that generates on all
+GPUs of its pod: torch's elastic launcher on each node, which saves on SIGTERM and starts at once.
 
 Without CUDA, ranks are forked from a server that has imported what they need, so that they start at
 once. The server is ``multiprocessing``'s, and itself a fork of the launcher, made before the
@@ -46,6 +46,7 @@ from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch import task as plugin
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
+from ebbflow.compute import count_gpus
 from ebbflow.metrics_server import join_metrics
 from ebbflow.recipe import Recipe
 from ebbflow.resume import take_sigterm
@@ -65,6 +66,8 @@ IN_JOB = "PET_NNODES"
 PRELOADED = (
     "tasks.train_offline",
     "tasks.train_online_colocated",
+    "tasks.evaluate_policy",
+    "tasks.generate_rollouts",
     "ebbflow.offline.training",
     "ebbflow.online.loop",
     "ebbflow.tracking.nodes",
@@ -150,8 +153,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         """Run the ranks: those of this node, or outside of a PyTorchJob all of them here."""
         if self.task_config.nnodes > 1 and IN_JOB in os.environ:
             return self._launch_processes_of_node(**kwargs)
-        # A local run of a deployment with several nodes has as many ranks as on a cluster.
-        processes = self.task_config.nproc_per_node * self.task_config.nnodes
+        processes = self._count_processes(**kwargs)
         settings = {
             "min_nodes": 1,
             "max_nodes": 1,
@@ -192,6 +194,11 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
                     raise FlyteRecoverableException(f"{self._short_name}: {reason}") from error
                 raise  # an error of the stage, which another attempt would meet again
 
+    def _count_processes(self, **inputs: Any) -> int:
+        """Count the ranks outside of a PyTorchJob."""
+        # A local run of a deployment with several nodes has as many ranks as on a cluster.
+        return self.task_config.nproc_per_node * self.task_config.nnodes
+
     @property
     def _short_name(self) -> str:
         """The task's name without its module."""
@@ -206,6 +213,29 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         # Nothing to wait for: the launch is interrupted here, in the main thread.
         if not processes:
             raise FlyteRecoverableException(f"{self.name} was terminated before it had processes")
+
+
+@dataclass
+class EveryGpu(GracefulElastic):
+    """A process for each GPU that the task's pod sees, which generate together
+    (``ebbflow.training.rounds``); on a machine with one or none, the task's own process.
+    """
+
+
+class EveryGpuTask(GracefulElasticTask):
+    """Counts the GPUs where it runs, so that no setting has to say their number twice."""
+
+    def execute(self, **kwargs: Any) -> Any:
+        if self._count_processes(**kwargs) == 1:
+            return PythonFunctionTask.execute(self, **kwargs)
+        return super().execute(**kwargs)
+
+    def _count_processes(self, **inputs: Any) -> int:
+        stage = inputs.get("stage")
+        # Another engine has a process of its own, on the GPU that it finds first.
+        if stage is not None and inputs["recipe"].stages[stage].engine != "diffusers":
+            return 1
+        return max(1, count_gpus())
 
 
 def preload_fork_server(recipe: Recipe) -> bool:
@@ -454,3 +484,4 @@ def _end_with_launcher() -> None:
 
 
 TaskPlugins.register_pythontask_plugin(GracefulElastic, GracefulElasticTask)
+TaskPlugins.register_pythontask_plugin(EveryGpu, EveryGpuTask)

@@ -8,12 +8,13 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch_artifact, make_node_output
-from tasks.resources import accelerated_resources
+from tasks.files import fetch_artifact_once, make_node_output
+from tasks.generating_group import join_generating_group, open_node_run_once
+from tasks.resources import generating_resources
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **accelerated_resources())
+@task(cache=ONCE_PER_RUN, **generating_resources())
 def evaluate_policy(
     recipe: Recipe,
     run: TrackedRun,
@@ -24,20 +25,21 @@ def evaluate_policy(
 ) -> EvaluatedPolicy:
     """Evaluate the policy; means, samples and an image grid go to MLflow."""
     from ebbflow.evaluation.evaluate import evaluate_folder
-    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_evaluation
+    from ebbflow.training.rounds import call_on_first
 
     node = f"{label} evaluation"
-    samples = make_node_output(run, node, "samples.parquet")
-    with open_node_run(run, node) as run_logger:
+    with join_generating_group(recipe), open_node_run_once(run, node) as run_logger:
+        samples = call_on_first(lambda: make_node_output(run, node, "samples.parquet"))
         evaluation = evaluate_folder(
             recipe,
-            fetch_artifact(base.folder),
-            fetch_artifact(policy.folder),
-            fetch_artifact(prompts),
+            fetch_artifact_once(base.folder),
+            fetch_artifact_once(policy.folder),
+            fetch_artifact_once(prompts),
             label,
             samples,
             run.look,
         )
-        log_evaluation(run_logger, evaluation, samples, policy.global_step)
+        if run_logger:
+            log_evaluation(run_logger, evaluation, samples, policy.global_step)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

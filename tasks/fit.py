@@ -114,14 +114,19 @@ def find_machine(estimate: Estimate, name: str, deployment: DeploymentConfig) ->
     largest that suits.
     """
     stage, role = _parse_process_name(estimate.recipe, name)
+    # A process for each GPU (``tasks.elastic.EveryGpu``); in main memory they share the pod.
+    pod = deployment.accelerated
+    generating = _build_machine("accelerated", pod, max(1, pod.gpus))
     if stage is None:  # between the stages: evaluations, text encoding
-        return _build_machine("accelerated", deployment.accelerated, 1)
+        return generating
     config = estimate.recipe.stages[stage]
     grouped = config.kind == "offline" and role == "training"
     if grouped or (config.kind == "online" and config.placement == "colocated"):
         return _build_machine("training_group", deployment.training_group, estimate.processes)
+    if config.kind == "offline" and config.engine == "diffusers":
+        return generating
     if config.kind != "online" or config.placement != "ray":
-        return _build_machine("accelerated", deployment.accelerated, 1)
+        return _build_machine("accelerated", pod, 1)
     # Ray chooses the pod by what an actor asks for: one with a GPU goes where GPUs are.
     workers: WorkersConfig = getattr(config.resources, {"rewards": "reward"}.get(role, role))
     groups = [

@@ -29,8 +29,7 @@ def register_elastic_translation() -> None:
     class, and knows one.
     """
     if PLUGINS:
-        from tasks.elastic import GracefulElastic  # imports Flyte's plugin
+        from tasks.elastic import EveryGpu, GracefulElastic  # imports Flyte's plugin
 
-        PLUGINS.register_plugin(
-            GracefulElastic.__name__, PLUGINS._transform_pytorch_config_v1_to_v2
-        )
+        for config in (GracefulElastic, EveryGpu):
+            PLUGINS.register_plugin(config.__name__, PLUGINS._transform_pytorch_config_v1_to_v2)

@@ -176,10 +176,14 @@ class ScorerConfig(PodConfig):
 
 
 class AcceleratedConfig(PodConfig):
-    """One process that generates or trains: rollouts, online stages, evaluations, base models."""
+    """Rollouts and evaluations, with a process on each of the pod's ``gpus``; online stages in one
+    process, base models.
+    """
 
     cpu: Cores = 2
+    """Cores of all processes together."""
     mem: Size = "8Gi"
+    """Memory of all processes together."""
     grace_period: AtLeastZero = 300
 
 

@@ -15,7 +15,7 @@ from flytekit import PodTemplate, Resources, Secret
 from flytekit.core.resources import pod_spec_from_resources
 from flytekit.extras.accelerators import GPUAccelerator
 
-from ebbflow.compute import GPUS
+from ebbflow.compute import GPUS, count_gpus
 from ebbflow.storage.sources import COMMIT, SUBMITTED
 from tasks.deployment import SecretConfig, build_pod_environment, read_deployment
 from tasks.flyte2 import build_limits, register_elastic_translation
@@ -42,6 +42,16 @@ image cannot be written. Ray's driver sends it to its workers.
 CODE_VOLUME = "code"
 DEPLOYMENT_ANNOTATION = "ebbflow/deployment"
 COMMIT_ANNOTATION = "ebbflow/commit"
+LAUNCHER: dict[str, Any] = {
+    # Where there is CUDA; elsewhere ``tasks.elastic`` forks.
+    "start_method": "spawn",
+    "monitor_interval": 0.1,
+    # A restart inside the task would start from the checkpoint of the attempt's beginning.
+    "max_restarts": 0,
+    # Elastic would write into the pod template, and leave the size open.
+    "increase_shared_mem": False,
+}
+"""Settings of torch's elastic launcher."""
 
 
 def light_resources() -> dict[str, Any]:
@@ -76,6 +86,19 @@ def accelerated_resources() -> dict[str, Any]:
     return _task_arguments(DEPLOYMENT.accelerated)
 
 
+def generating_resources() -> dict[str, Any]:
+    """Return those of a task that generates on all GPUs of its pod, a process on each, under
+    torch's elastic launcher.
+    """
+    arguments = accelerated_resources()
+    # One process needs no launcher. The GPUs of this machine are those of a local run.
+    if max(DEPLOYMENT.accelerated.gpus, count_gpus()) < 2:
+        return arguments
+    from tasks.elastic import EveryGpu
+
+    return {"task_config": EveryGpu(**LAUNCHER)} | arguments
+
+
 def training_group_resources() -> dict[str, Any]:
     """Return those of ``train_processes`` processes on each of ``train_nodes`` nodes, under torch's
     elastic launcher.
@@ -83,17 +106,7 @@ def training_group_resources() -> dict[str, Any]:
     from tasks.elastic import GracefulElastic
 
     processes = DEPLOYMENT.train_processes
-    config = GracefulElastic(
-        nnodes=DEPLOYMENT.train_nodes,
-        nproc_per_node=processes,
-        # Where there is CUDA; elsewhere ``tasks.elastic`` forks.
-        start_method="spawn",
-        monitor_interval=0.1,
-        # A restart inside the task would start from the checkpoint of the attempt's beginning.
-        max_restarts=0,
-        # Elastic would write into the pod template, and leave the size open.
-        increase_shared_mem=False,
-    )
+    config = GracefulElastic(nnodes=DEPLOYMENT.train_nodes, nproc_per_node=processes, **LAUNCHER)
     arguments = _task_arguments(
         DEPLOYMENT.training_group, processes, has_operator=DEPLOYMENT.train_nodes > 1
     )

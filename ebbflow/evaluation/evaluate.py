@@ -18,6 +18,7 @@ from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import build_evaluation_schema, name_statistic_column
 from ebbflow.data.sounds import attach_sounds
 from ebbflow.evaluation.distribution import average_per_prompt
+from ebbflow.evaluation.drift import sum_drift
 from ebbflow.evaluation.gate_inputs import list_evaluated_prompts, list_repeats
 from ebbflow.evaluation.held_out import summarize_held_out
 from ebbflow.evaluation.image_statistics import (
@@ -26,28 +27,29 @@ from ebbflow.evaluation.image_statistics import (
     measure_diversity_across,
     measure_diversity_within,
 )
-from ebbflow.flow.noise import SampleKeys, generate_noise
-from ebbflow.models import Model, load_model, predict
-from ebbflow.models.base import Conditioning
-from ebbflow.models.encoding import Encode, build_prompt_lookup
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.models import Model, load_model
+from ebbflow.models.encoding import Encode
 from ebbflow.models.sound import decode_sounds
 from ebbflow.progress import show_progress
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
 from ebbflow.rollouts.generate import find_finite_rows, generate_samples
-from ebbflow.seeding import Stream, derive_seed
+from ebbflow.seeding import derive_seed
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.tables import nan_to_null, write_table
 from ebbflow.timing import Clock
+from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (
     read_policy_metadata,
     require_allowed_code,
     require_base,
 )
+from ebbflow.training.rounds import call_on_first, collect_rounds, deal_in_rounds
+from ebbflow.training.shared_prompts import build_shared_lookup
 from ebbflow.watchdog import watch
 
 SAMPLES_PER_LOOK = 2**20
@@ -70,7 +72,8 @@ def evaluate_folder(
     look: int = 0,
 ) -> Evaluation:
     """Evaluate the policy of a folder with the guardrails of the recipe, and all of its rewards
-    that score single images.
+    that score single images. In a process group every rank generates and scores its rounds of
+    micro-batches, rank 0 writes the samples, and all return the same.
 
     The policy may be a champion of another recipe: its card says what it is, what it was trained
     from and how that generates. The sampler, and the size where ``evaluation`` has one, are this
@@ -145,7 +148,7 @@ class _Samples:
     Attributes:
         prompts: [N], of each sample.
         indices: [N], which sample of its prompt each is.
-        latents: fp32 [N, ...].
+        latents: fp32 [N, ...], on the CPU.
         pngs: [N].
         scores: of N rows.
         statistics: float64 [N] columns of what the images look like.
@@ -214,30 +217,63 @@ def evaluate_on_prompts(
     """
     clock = Clock()
     with clock.measure_phase("sampling"):
-        encode = build_prompt_lookup(model, prompts)
+        encode = build_shared_lookup(model, prompts)
+    # The further samples have micro-batches of their own: the first ones are the same bytes however
+    # many there are.
+    repeats = list_repeats(recipe, prompts)
+    repeated_prompts = [prompt for prompt, _ in repeats]
+    indices = [index for _, index in repeats]
     # Merged adapters save their products in every pass.
     with policy.merge_adapters():
         first = _generate_and_score(
             recipe, model, scorer, prompts, [0 for _ in prompts], encode, label, clock, look
         )
-    samples = first
-    # The further samples have micro-batches of their own: the first ones are the same bytes however
-    # many there are.
-    repeats = list_repeats(recipe, prompts)
-    if repeats:
-        repeated_prompts = [prompt for prompt, _ in repeats]
-        indices = [index for _, index in repeats]
-        with policy.merge_adapters():
-            again = _generate_and_score(
-                recipe, model, scorer, repeated_prompts, indices, encode, label, clock, look
-            )
-        samples = _Samples.concatenate([first, again])
+        again = _generate_and_score(
+            recipe, model, scorer, repeated_prompts, indices, encode, label, clock, look
+        )
+    # Not with merged adapters: the base model is the policy with its adapters off.
+    squares = [
+        None
+        if part is None
+        else sum_drift(
+            model,
+            policy,
+            build_evaluation_keys(part.prompts),
+            part.latents,
+            encode(part.prompts),
+        )
+        for part in first
+    ]
+    # Empty on all ranks but the first.
+    samples = [*collect_rounds(first), *collect_rounds(again)]
+    sums = list(collect_rounds(squares))
+    return call_on_first(
+        lambda: _write_evaluation(
+            recipe, _Samples.concatenate(samples), sums, label, version, clock, path, look
+        )
+    )
+
+
+def _write_evaluation(
+    recipe: Recipe,
+    samples: _Samples,
+    squares: list[tuple[float, int]],
+    label: str,
+    version: int,
+    clock: Clock,
+    path: Path,
+    look: int,
+) -> Evaluation:
+    """Write the table of samples, and summarise them.
+
+    Args:
+        squares: of the micro-batches of the first samples (``sum_drift``).
+    """
     statistics = samples.statistics | _measure_diversity(samples)
     schema = build_evaluation_schema(["reward", *sorted(samples.scores.metrics)], list(statistics))
     rows = _build_rows(schema, samples, statistics)
     write_table(path, schema, rows.to_batches(), {"label": label, "recipe_digest": recipe.digest})
-    # Not with merged adapters: the base model is the policy with its adapters off.
-    drift = _measure_drift(recipe, model, policy, prompts, encode, first.latents)
+    drift = _average_drift(squares)
     evaluation = _summarize_samples(samples, statistics, label, version, drift, clock)
     updated = {"look": look, "samples_digest": sha256_of_file(path)}
     evaluation = evaluation.model_copy(update=updated)
@@ -305,14 +341,19 @@ def _generate_and_score(
     label: str,
     clock: Clock,
     look: int,
-) -> _Samples:
-    """Generate, score and describe the samples in batches: the uncompressed videos of all prompts
-    would not fit in memory.
+) -> list[_Samples | None]:
+    """Generate, score and describe the samples of this rank's rounds in batches, as the
+    uncompressed videos of all prompts would not fit in memory; None in a last round that has none
+    for it.
     """
     sampler = recipe.evaluation.sampler_with_steps
-    parts = []
-    micro_batches = _split_into_micro_batches(recipe, len(prompts))
-    for part in show_progress(f"evaluating {label}", "batch", micro_batches):
+    parts: list[_Samples | None] = []
+    rounds = deal_in_rounds(_split_into_micro_batches(recipe, len(prompts)))
+    quiet = Ranks.current().rank > 0
+    for part in show_progress(f"evaluating {label}", "batch", rounds, quiet=quiet):
+        if part is None:
+            parts.append(None)
+            continue
         batch = prompts[part]
         with clock.measure_phase("sampling"):
             keys = build_evaluation_keys(batch, indices[part], look)
@@ -338,7 +379,7 @@ def _generate_and_score(
             _Samples(
                 batch,
                 indices[part],
-                latents,
+                latents.cpu(),
                 pngs,
                 scores,
                 statistics,
@@ -346,7 +387,7 @@ def _generate_and_score(
                 features,
             )
         )
-    return _Samples.concatenate(parts)
+    return parts
 
 
 def _measure_diversity(samples: _Samples) -> dict[str, np.ndarray]:
@@ -355,7 +396,7 @@ def _measure_diversity(samples: _Samples) -> dict[str, np.ndarray]:
     """
     finite = find_finite_rows(samples.latents)
     ids = samples.prompt_ids
-    points = {"latents": samples.latents.cpu().numpy(), "pixels": samples.thumbnails}
+    points = {"latents": samples.latents.numpy(), "pixels": samples.thumbnails}
     if samples.features is not None:
         points["features"] = samples.features
     columns = {}
@@ -391,57 +432,23 @@ def _split_into_micro_batches(recipe: Recipe, count: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-@torch.no_grad()
-def _measure_drift(
-    recipe: Recipe,
-    model: Model,
-    policy: Policy,
-    prompts: list[Prompt],
-    encode: Encode,
-    clean: Tensor,
-) -> float:
-    """Compute the mean of (v - v_base)^2 over the finite ones of the policy's own samples, noised
-    to ``DRIFT_SIGMAS`` with fixed noise.
+def _average_drift(sums: list[tuple[float, int]]) -> float:
+    """Average the sums of micro-batches, in their order.
 
     Raises:
-        EvaluationError: none is finite.
+        EvaluationError: nothing is finite.
     """
     total = 0.0
     num_finite = 0
-    # Summed a micro-batch at a time: velocities of all samples would be larger than the samples.
-    for part in _split_into_micro_batches(recipe, len(clean)):
-        keys = build_evaluation_keys(prompts[part])
-        eps = generate_noise(
-            model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING
-        ).to(clean)
-        conditioning = encode(prompts[part])
-        # The same points for both: the difference is that of the weights alone.
-        current = _predict_velocities(model, clean[part], eps, conditioning)
-        with policy.use_copy("reference"):
-            base = _predict_velocities(model, clean[part], eps, conditioning)
-        squares = (current - base) ** 2
-        # Some samples may be broken: they are in the table as failures, and the others count.
-        finite = squares[squares.isfinite()]
-        total += float(finite.double().sum())
-        num_finite += finite.numel()
+    for part_total, count in sums:
+        total += part_total
+        num_finite += count
     if not num_finite:
         raise EvaluationError(
             "the policy is not finite on any prompt; go back to the one before it, or lower"
             " optimizer.lr"
         )
     return total / num_finite
-
-
-def _predict_velocities(
-    model: Model, clean: Tensor, eps: Tensor, conditioning: Conditioning
-) -> Tensor:
-    """Predict the velocities of noised samples, [len(DRIFT_SIGMAS), N, ...]."""
-    velocities = []
-    for sigma in DRIFT_SIGMAS:
-        noisy = (1 - sigma) * clean + sigma * eps
-        level = torch.full((len(noisy),), sigma, device=clean.device)
-        velocities.append(predict(model, noisy, level, conditioning))
-    return torch.stack(velocities)
 
 
 def average_metrics(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[str, float]:

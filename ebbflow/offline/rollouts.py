@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow as pa
 from torch import Tensor
 
 from ebbflow.data.images import encode_pngs
@@ -20,7 +22,6 @@ from ebbflow.data.sounds import Sounds, attach_sounds
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model
 from ebbflow.models.base import Conditioning, device_of, generate_in_size
-from ebbflow.models.encoding import build_prompt_lookup
 from ebbflow.models.sound import decode_sounds
 from ebbflow.offline.shards import (
     build_layout_metadata,
@@ -35,12 +36,17 @@ from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import open_table_writer
 from ebbflow.timing import Clock
+from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import load_policy
+from ebbflow.training.rounds import collect_rounds, deal_in_rounds
+from ebbflow.training.shared_prompts import build_shared_lookup
 from ebbflow.watchdog import watch
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class GeneratedGroups(NamedTuple):
@@ -68,7 +74,8 @@ def generate_shard(
     path: Path,
     engine: Engine | None = None,
 ) -> None:
-    """Generate every group of one shard of an offline stage and write it to ``path``.
+    """Generate every group of one shard of an offline stage and write it to ``path``. In a process
+    group every rank generates its rounds of micro-batches, and rank 0 writes.
 
     Args:
         policy: rolls out with the copy that the algorithm generates with, if any.
@@ -153,29 +160,45 @@ def write_shard(
         )
         groups = _generate_groups(ctx, model, policy, engine, prompts, groups_at_once, clock)
         schema = build_rollout_schema(model.latent_shape, precision)
-        stored: Future[None] | None = None
+
+        def build_rows(part: GeneratedGroups | None) -> pa.RecordBatch | None:
+            if part is None:
+                return None
+            return build_rollout_batch(
+                part.keys.prompt_ids,
+                part.keys.samples,
+                version,
+                part.latents,
+                attach_sounds(encode_pngs(part.pictures), part.sounds),
+                precision,
+            )
+
         # A thread compresses and writes what was generated beside the next forward passes, and has
-        # at most one micro-batch waiting, so that memory stays bounded.
-        with open_table_writer(path, schema, about) as write, ThreadPoolExecutor(1) as writer:
+        # at most one micro-batch of each rank waiting, so that memory stays bounded.
+        with ThreadPoolExecutor(1) as thread:
+            batches = collect_rounds(_call_beside(thread, build_rows, groups, 1))
+            ranks = Ranks.current()
+            if ranks.rank:
+                list(batches)  # empty: rank 0 has the rows
+                return
+            with open_table_writer(path, schema, about) as write:
+                for _ in _call_beside(thread, write, batches, ranks.world):
+                    pass
 
-            def store(part: GeneratedGroups) -> None:
-                write(
-                    build_rollout_batch(
-                        part.keys.prompt_ids,
-                        part.keys.samples,
-                        version,
-                        part.latents,
-                        attach_sounds(encode_pngs(part.pictures), part.sounds),
-                        precision,
-                    )
-                )
 
-            for part in groups:
-                if stored:
-                    stored.result()
-                stored = writer.submit(store, part)
-            if stored:
-                stored.result()
+def _call_beside(
+    thread: ThreadPoolExecutor, function: Callable[[A], B], values: Iterable[A], waiting: int
+) -> Iterator[B]:
+    """Yield the results of a function that a thread calls while the next values are made; at most
+    ``waiting`` results wait to be taken.
+    """
+    results: deque[Future[B]] = deque()
+    for value in values:
+        results.append(thread.submit(function, value))
+        if len(results) > waiting:
+            yield results.popleft().result()
+    for result in results:
+        yield result.result()
 
 
 def _open_stage_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
@@ -244,14 +267,20 @@ def _generate_groups(
     prompts: list[Prompt],
     groups_at_once: int,
     clock: Clock,
-) -> Iterator[GeneratedGroups]:
+) -> Iterator[GeneratedGroups | None]:
+    """Generate the groups of this rank's rounds, None in a last round that has none for it."""
     config = ctx.config
     with clock.measure_phase("rollout"):
-        encode = build_prompt_lookup(model, prompts)
+        encode = build_shared_lookup(model, prompts)
+    ranks = Ranks.current()
+    total = len(prompts) * config.group_size
     progress = show_progress(
-        f"{ctx.stage_label} rollout", "image", total=len(prompts) * config.group_size
+        f"{ctx.stage_label} rollout", "image", total=total, quiet=ranks.rank > 0
     )
-    for start in range(0, len(prompts), groups_at_once):
+    for start in deal_in_rounds(range(0, len(prompts), groups_at_once)):
+        if start is None:
+            yield None
+            continue
         with clock.measure_phase("rollout"):
             part = prompts[start : start + groups_at_once]
             keys = SampleKeys.number_groups(
@@ -274,7 +303,8 @@ def _generate_groups(
                 sounds = rollouts.sounds or decode_sounds(model, rollouts.latents)
             latents = rollouts.latents.to("cpu")
         # Outside the phase: a generator waits here while its caller is busy.
-        progress.update(len(keys))
+        # The other ranks generate as many meanwhile, but for the last round.
+        progress.update(min(len(keys) * ranks.world, total - progress.n))
         yield GeneratedGroups(keys, latents, pictures, sounds)
 
 

@@ -202,13 +202,16 @@ def choose_backend(main_memory: bool) -> str:
 
 
 @contextmanager
-def join_process_group(main_memory: bool = False) -> Iterator[Ranks]:
-    """Join the group that an elastic launcher announced in the environment, with
-    ``choose_backend``; alone without one.
+def join_process_group(main_memory: bool = False, backend: str | None = None) -> Iterator[Ranks]:
+    """Join the group that an elastic launcher announced in the environment; alone without one.
 
     Where the launcher names a file (``STORE``), all ranks are on this machine, and nothing listens
     on other interfaces than loopback. Otherwise they meet as ``torchrun`` says, at ``MASTER_ADDR``
     and ``MASTER_PORT``.
+
+    Args:
+        main_memory: as of ``choose_backend``.
+        backend: instead of the one that ``choose_backend`` chooses.
 
     Raises:
         PeerLost: a rank on another machine is gone.
@@ -223,6 +226,8 @@ def join_process_group(main_memory: bool = False) -> Iterator[Ranks]:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(create_private_folder() / "flight_rank_"))
     device = choose_rank_gpu(int(os.environ["LOCAL_RANK"]))
+    backend = backend or choose_backend(main_memory)
+    has_nccl = device is not None and "nccl" in backend
     path = os.environ.get(STORE)
     if path:
         # The launcher sees how each rank on its own machine ends, so nobody has to be told.
@@ -238,18 +243,18 @@ def join_process_group(main_memory: bool = False) -> Iterator[Ranks]:
     try:
         with naming_errors, _name_phase_of_timeout():
             dist.init_process_group(
-                choose_backend(main_memory),
+                backend,
                 store=store,
                 rank=rank,
                 world_size=world,
                 timeout=TIMEOUT,
                 # NCCL connects at once, and a rank that cannot says so here. Without it NCCL
                 # guesses the GPU of a rank from its number at the first barrier.
-                device_id=device,
+                device_id=device if has_nccl else None,
             )
             with (
                 exchange_heartbeats(store, rank, world, lambda: _phase.name),
-                _log_phase_before_abort() if device else nullcontext(),
+                _log_phase_before_abort() if has_nccl else nullcontext(),
             ):
                 yield Ranks.current()
             dist.destroy_process_group()

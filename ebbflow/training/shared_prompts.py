@@ -10,7 +10,14 @@ from contextlib import ExitStack
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import Model
-from ebbflow.models.encoding import EMBEDDINGS, Embeddings, open_embeddings, write_embeddings
+from ebbflow.models.base import device_of
+from ebbflow.models.encoding import (
+    EMBEDDINGS,
+    Embeddings,
+    Encode,
+    open_embeddings,
+    write_embeddings,
+)
 from ebbflow.storage.disk import open_scratch_folder, path_of_scratch_folder
 from ebbflow.training.distributed import Ranks, broadcast_first_of_node
 
@@ -38,3 +45,12 @@ def encode_prompts_together(
         embeddings = open_embeddings(folder, written_prompts)
         ranks.wait_for_all()  # all have opened the files, and the first process removes their names
     return embeddings
+
+
+def build_shared_lookup(model: Model, prompts: Iterable[Prompt]) -> Encode:
+    """``encode_prompts_together`` now; the result looks up the conditioning of any of the prompts,
+    on the model's device.
+    """
+    embeddings = encode_prompts_together(model, prompts)
+    device = device_of(model)
+    return lambda wanted: embeddings(wanted).to(device)

@@ -11,7 +11,7 @@ import torch
 
 from ebbflow.data.images import decode_pngs
 from ebbflow.data.schema import PROMPTS, build_evaluation_schema
-from ebbflow.evaluation import evaluate
+from ebbflow.evaluation import drift
 from ebbflow.evaluation.evaluate import (
     EvaluationError,
     build_evaluation_keys,
@@ -118,13 +118,13 @@ def test_the_base_has_no_drift_and_a_changed_policy_has(run, config):
 
 def test_the_drift_is_summed_a_micro_batch_at_a_time(run, monkeypatch):
     num_rows = []
-    generate_noise = evaluate.generate_noise
+    generate_noise = drift.generate_noise
 
     def count_rows(shape, seed, prompt_ids, *arguments, **options):
         num_rows.append(len(prompt_ids))
         return generate_noise(shape, seed, prompt_ids, *arguments, **options)
 
-    monkeypatch.setattr(evaluate, "generate_noise", count_rows)
+    monkeypatch.setattr(drift, "generate_noise", count_rows)
     whole = run(0.02, micro_batch=64).velocity_drift
     num_whole = len(num_rows)
     parts = run(0.02, micro_batch=2).velocity_drift
