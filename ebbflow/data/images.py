@@ -98,7 +98,7 @@ def decode_pngs(pictures: Sequence[bytes]) -> np.ndarray:
 
 def _decode_picture(picture: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(picture)) as image:
-        if _is_animated(image):
+        if is_animated_image(image):
             return np.stack(
                 [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
             )
@@ -127,10 +127,11 @@ def iterate_png_chunks(picture: bytes) -> Iterator[tuple[bytes, bytes]]:
 def is_animated(picture: bytes) -> bool:
     """Whether PNG bytes are a video: an animated PNG."""
     with Image.open(io.BytesIO(picture), formats=["PNG"]) as image:
-        return _is_animated(image)
+        return is_animated_image(image)
 
 
-def _is_animated(image: Image.Image) -> bool:
+def is_animated_image(image: Image.Image) -> bool:
+    """Whether an opened PNG file is an animation."""
     # Pillow's is_animated is False for one frame. Only animations say how often they are played.
     return "loop" in image.info
 

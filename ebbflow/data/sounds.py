@@ -116,10 +116,15 @@ def _decode_wav(file: bytes) -> Sounds:
                 raise SoundError(
                     f"has samples of {8 * reader.getsampwidth()} bits; write it with 16"
                 )
+            # A file that is cut off has half a point in time, or none, at its end.
             pcm = np.frombuffer(reader.readframes(reader.getnframes()), "<i2")
             rows = pcm.reshape(1, -1, reader.getnchannels()).astype(np.int16)
+            if not rows.size:
+                raise SoundError("has no samples; generate it again")
             return Sounds(rows, reader.getframerate())
-    except (wave.Error, EOFError) as error:
+    except SoundError:
+        raise
+    except (wave.Error, EOFError, ValueError) as error:
         raise SoundError(f"is no WAV file that can be read ({error}); generate it again") from None
 
 

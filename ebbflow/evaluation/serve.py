@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
-from ebbflow.data.sounds import attach_sounds
+from ebbflow.data.sounds import attach_sounds, encode_wavs
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, ModelError, load_model
 from ebbflow.models.base import device_of
@@ -52,11 +52,13 @@ class GeneratedImage(NamedTuple):
         image: PNG bytes, animated for a video, with its sound (``ebbflow.data.sounds``).
         error: why there is no image.
         warning: what to know of the image.
+        sound: a WAV file of the video's sound; None where it has none.
     """
 
     image: bytes | None = None
     error: str | None = None
     warning: str | None = None
+    sound: bytes | None = None
 
 
 def generate_images(
@@ -163,15 +165,16 @@ def _generate_pass(
     keys = SampleKeys(0, [0 for _ in seeds], seeds)
     conditioning = encoded(prompts).to(device_of(model))
     rollouts = generate_samples(model, conditioning, keys, sampler, micro_batch=len(seeds))
-    images = attach_sounds(
-        encode_pngs(model.decode_latents(rollouts.latents)), decode_sounds(model, rollouts.latents)
-    )
+    sounds = decode_sounds(model, rollouts.latents)
+    images = attach_sounds(encode_pngs(model.decode_latents(rollouts.latents)), sounds)
+    wavs: Sequence[bytes | None] = encode_wavs(sounds) if sounds else [None] * len(images)
     unguided = conditioning.negative is None
-    for prompt, image, finite in zip(
-        prompts, images, find_finite_rows(rollouts.latents), strict=True
+    for prompt, image, wav, finite in zip(
+        prompts, images, wavs, find_finite_rows(rollouts.latents), strict=True
     ):
         if finite:
-            yield GeneratedImage(image, warning=_collect_warnings(model, prompt, unguided))
+            warning = _collect_warnings(model, prompt, unguided)
+            yield GeneratedImage(image, warning=warning, sound=wav)
         else:
             # Decoded it would be a picture, black or of noise, that looks like an answer.
             yield GeneratedImage(error=NOT_FINITE)

@@ -103,14 +103,14 @@ def generate_pictures(
             [seed for _, seed in rows],
             allowed_code,
         )
-        for index, (picture, error, warning) in drawn:
+        for index, generated in drawn:
             prompt, seed = rows[index]
             path = (
-                _write_picture(folder, f"{_name_file(prompt.prompt)}-{seed}", picture)
-                if picture
+                _write_picture(folder, f"{_name_file(prompt.prompt)}-{seed}", generated.image)
+                if generated.image
                 else None
             )
-            yield Picture(prompt.prompt, path, error or warning)
+            yield Picture(prompt.prompt, path, generated.error or generated.warning)
 
 
 def _load_images(paths: Sequence[Path]) -> bytes:

@@ -85,8 +85,8 @@ REQUIREMENTS = (
 """What serving imports besides the sources. MLflow, which it adds itself, would load the model to
 find out.
 """
-OUTPUTS = {"image": "binary", "error": "string", "warning": "string"}
-"""Columns of a prediction: a PNG, or why there is none, and what to know of the picture."""
+OUTPUTS = {"image": "binary", "error": "string", "warning": "string", "sound": "binary"}
+"""Columns of a prediction: a PNG, or why there is none, what to know of the picture, and a WAV."""
 SIGNATURE = ModelSignature(
     inputs=Schema(
         [

@@ -29,9 +29,9 @@ class ServedPolicy:
     Example:
         >>> model = mlflow.pyfunc.load_model("models:/glyph@champion")
         >>> model.predict(pd.DataFrame({"prompt": ['"EBBS"', '"EBBS"'], "seed": [0, -1]}))
-                   image                      error warning
-        0  b'\\x89PNG…'                       None    None
-        1           None  seed = -1: give 0 or more    None
+                   image                      error warning sound
+        0  b'\\x89PNG…'                       None    None  None
+        1           None  seed = -1: give 0 or more    None  None
     """
 
     def __init__(self, base: Path, policy: Path) -> None:
@@ -43,8 +43,8 @@ class ServedPolicy:
     def predict(
         self, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Columns ``image``, a PNG, ``error``, why there is none, and ``warning``, a row per row of
-        the input.
+        """Columns ``image``, a PNG, ``error``, why there is none, ``warning``, and ``sound``, a WAV
+        of a video with sound, a row per row of the input.
 
         Args:
             model_input: ``prompt`` and, optionally, ``negative_prompt``, ``seed`` (default 0) and

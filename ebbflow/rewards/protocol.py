@@ -9,7 +9,7 @@ either side.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
@@ -25,6 +25,8 @@ MAX_JSON_VALUES = 2**17
 """
 
 Score = Annotated[float, Field(ge=-MAX_SCORE, le=MAX_SCORE)]
+SentSamples = Literal["images", "videos", "sounds"]
+"""What a request holds: images, videos, or videos with their sounds."""
 
 
 class Message(BaseModel):
@@ -43,7 +45,7 @@ class PromptMessage(Message):
 
 
 class ScoreRequest(Message):
-    """N images of one size with their prompts.
+    """N images or videos of one size with their prompts.
 
     Example::
 
@@ -55,8 +57,10 @@ class ScoreRequest(Message):
 
     # FailFast: without it pydantic builds an error for each of a million wrong values.
     images: Annotated[list[str], FailFast()]
-    """PNG files of 8-bit RGB in base64."""
+    """PNG files of 8-bit RGB in base64, animated for videos."""
     prompts: Annotated[list[PromptMessage], FailFast()]
+    sounds: Annotated[list[str] | None, FailFast()] = None
+    """16-bit WAV files of one rate and length in base64, each as long as its video."""
 
     @model_validator(mode="after")
     def _check_prompt_count(self) -> ScoreRequest:
@@ -64,6 +68,8 @@ class ScoreRequest(Message):
             raise ValueError(
                 f"{len(self.images)} images cannot be scored against {len(self.prompts)} prompts"
             )
+        if self.sounds is not None and len(self.sounds) != len(self.images):
+            raise ValueError(f"{len(self.images)} videos have {len(self.sounds)} sounds")
         return self
 
 
@@ -109,6 +115,8 @@ class Health(Message):
 
     reward: str
     ready: bool
+    scores: SentSamples = "images"
+    """What a request holds."""
 
 
 def identify_image(png: bytes) -> str:

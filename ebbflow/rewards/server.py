@@ -15,6 +15,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from typing import Any, cast, get_args
 
 import numpy as np
 import uvicorn
@@ -23,8 +24,9 @@ from fastapi.concurrency import run_in_threadpool
 from PIL import Image
 from pydantic import ValidationError
 
-from ebbflow.data.images import PNG_SIGNATURE, iterate_png_chunks
+from ebbflow.data.images import PNG_SIGNATURE, is_animated_image, iterate_png_chunks
 from ebbflow.data.prompts import Prompt
+from ebbflow.data.sounds import SoundError, Sounds, decode_wavs
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.combine import load_reward
@@ -37,9 +39,11 @@ from ebbflow.rewards.protocol import (
     PromptMessage,
     ScoreAnswer,
     ScoreRequest,
+    SentSamples,
     describe_first_problem,
     identify_image,
 )
+from ebbflow.rewards.samples import SoundedVideos
 from ebbflow.rewards.server_limits import BodyReader, build_server_options
 
 MAX_IMAGES = 256
@@ -49,6 +53,8 @@ MAX_CHUNKS = 2**16
 """Of all PNG files of a request: so many pixels in libpng's chunks of 8 KiB, twice."""
 PIXEL_CHUNKS = (b"IHDR", b"IDAT", b"IEND")
 """All that 8-bit RGB has; ``PLTE`` only suggests colours there."""
+ANIMATION_CHUNKS = (b"acTL", b"fcTL", b"fdAT")
+"""What videos have besides. For a reward of images an animation is its first frame."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +74,11 @@ def run_reward_server(config: RewardConfig, host: str, port: int, token: str | N
     reason = reward.explain_unavailable()
     if reason:
         raise RewardError(f"the reward {reward.name!r} cannot run here: {reason}")
-    if reward.scores != "images":
-        compares = reward.scores in ("pairs", "groups")
-        what = "compares images" if compares else f"scores {reward.scores}"
+    if reward.scores not in get_args(SentSamples):
+        what = "compares images" if reward.compares else f"scores {reward.scores}"
         raise RewardError(
-            f"the reward {reward.name!r} {what}, and requests hold single images; name it in the"
-            " recipe itself"
+            f"the reward {reward.name!r} {what}, and requests hold single images or videos; name it"
+            " in the recipe itself"
         )
     uvicorn.run(build_app(reward, token), host=host, port=port, **build_server_options())
 
@@ -103,9 +108,10 @@ def build_app(reward: Reward, token: str | None) -> FastAPI:
     # Rewards are written for one caller at a time.
     one_at_a_time = asyncio.Lock()
 
-    @app.get(HEALTH)
+    # Without defaults: a client that knows images alone would refuse the key of their kind.
+    @app.get(HEALTH, response_model_exclude_defaults=True)
     async def report_health() -> Health:
-        return Health(reward=reward.name, ready=True)
+        return Health(reward=reward.name, ready=True, scores=_get_sent_samples(reward))
 
     @app.post(SCORE)
     async def score_request(request: Request) -> Response:
@@ -136,12 +142,12 @@ def _parse_request(body: bytearray) -> ScoreRequest:
 
 
 def _score_request(reward: Reward, asked: ScoreRequest) -> ScoreAnswer:
-    images = _decode_images(asked.images)
+    samples: Any = _decode_samples(_get_sent_samples(reward), asked)  # as the reward declares
     try:
         result = check_result(
             reward.name,
-            reward(images, [_build_prompt(*numbered) for numbered in enumerate(asked.prompts)]),
-            len(images),
+            reward(samples, [_build_prompt(*numbered) for numbered in enumerate(asked.prompts)]),
+            len(samples),
         )
     except Exception as error:  # a reward can raise anything, and the next request may be scored
         logger.exception("scoring failed")
@@ -150,37 +156,81 @@ def _score_request(reward: Reward, asked: ScoreRequest) -> ScoreAnswer:
     return _build_answer(result, ids)
 
 
-def _decode_images(texts: list[str]) -> np.ndarray:
-    """Decode PNG files in base64 to uint8 RGB [N, height, width, 3]."""
+def _get_sent_samples(reward: Reward) -> SentSamples:
+    """Return what requests to the server of a reward hold."""
+    return cast(SentSamples, reward.scores)
+
+
+def _decode_samples(kind: SentSamples, asked: ScoreRequest) -> np.ndarray | SoundedVideos:
+    """Decode what a reward of this kind scores."""
+    images = _decode_images(asked.images, are_videos=kind != "images")
+    if kind != "sounds":
+        if asked.sounds is not None:
+            raise HTTPException(
+                422, f"sounds are sent to a reward that scores {kind}; leave them out"
+            )
+        return images
+    if asked.sounds is None:
+        raise HTTPException(422, "sounds: this reward scores videos with sound; send a WAV of each")
+    return SoundedVideos(images, _decode_sounds(asked.sounds))
+
+
+def _decode_sounds(texts: list[str]) -> Sounds:
+    """Decode WAV files in base64."""
     if not texts:
-        return np.zeros((0, 1, 1, 3), np.uint8)
+        return Sounds(np.zeros((0, 1, 1), np.int16), 1)
+    try:
+        return decode_wavs([base64.b64decode(text, validate=True) for text in texts])
+    except SoundError as error:
+        raise HTTPException(422, f"sounds: one {error}") from None
+    except ValueError:
+        raise HTTPException(422, "sounds: one is no base64") from None
+
+
+def _decode_images(texts: list[str], are_videos: bool = False) -> np.ndarray:
+    """Decode PNG files in base64 to uint8 RGB [N, height, width, 3], animated ones to [N, frames,
+    height, width, 3].
+    """
+    if not texts:
+        return np.zeros((0, 1, 1, 1, 3) if are_videos else (0, 1, 1, 3), np.uint8)
     # All headers are read before any pixel is: they say what unpacking would cost. Text in an image
     # is bounded by the body, its chunks by this counter, which all images of a request share.
     chunks_left = iter(range(MAX_CHUNKS))
-    images = [_open_image(index, text, chunks_left) for index, text in enumerate(texts)]
-    sizes = {image.size for image in images}
+    kept = PIXEL_CHUNKS + ANIMATION_CHUNKS if are_videos else PIXEL_CHUNKS
+    images = [_open_image(index, text, chunks_left, kept) for index, text in enumerate(texts)]
+    for index, image in enumerate(images):
+        if are_videos and not is_animated_image(image):
+            raise HTTPException(
+                422, f"images.{index}: this reward scores videos; send animated PNG files"
+            )
+    sizes = {(*image.size, getattr(image, "n_frames", 1)) for image in images}
     if len(sizes) > 1:
         raise HTTPException(
-            422, f"the images of a request must have one size, got {sorted(sizes)}; send them apart"
+            422,
+            "the images of a request must have one size and number of frames, got"
+            f" {sorted(sizes)}; send them apart",
         )
-    width, height = images[0].size
-    if len(images) * width * height > MAX_PIXELS:
+    ((width, height, frames),) = sizes
+    if len(images) * frames * width * height > MAX_PIXELS:
+        kind = f"videos of {frames} frames" if are_videos else "images"
         raise HTTPException(
             413,
-            f"{len(images)} images of {width}x{height} are more than {MAX_PIXELS} pixels; send"
+            f"{len(images)} {kind} of {width}x{height} are more than {MAX_PIXELS} pixels; send"
             " fewer",
         )
     # Filled one by one: a list of decoded images and their stack would be twice the memory.
-    pixels = np.empty((len(images), height, width, 3), np.uint8)
+    pixels = np.empty((len(images), frames, height, width, 3), np.uint8)
     for index, image in enumerate(images):
-        pixels[index] = _decode_pixels(index, image)
-    return pixels
+        _decode_frames(index, image, pixels[index])
+    return pixels if are_videos else pixels[:, 0]
 
 
-def _open_image(index: int, text: str, chunks_left: Iterator[int]) -> Image.Image:
+def _open_image(
+    index: int, text: str, chunks_left: Iterator[int], kept: tuple[bytes, ...]
+) -> Image.Image:
     """Open the image as its header describes it, before its pixels are unpacked."""
     try:
-        file = _keep_pixel_chunks(base64.b64decode(text, validate=True), chunks_left)
+        file = _keep_chunks(base64.b64decode(text, validate=True), chunks_left, kept)
         image = Image.open(io.BytesIO(file), formats=["PNG"])
     except HTTPException:
         raise
@@ -196,7 +246,7 @@ def _open_image(index: int, text: str, chunks_left: Iterator[int]) -> Image.Imag
     return image
 
 
-def _keep_pixel_chunks(picture: bytes, chunks_left: Iterator[int]) -> bytes:
+def _keep_chunks(picture: bytes, chunks_left: Iterator[int], kept: tuple[bytes, ...]) -> bytes:
     """Return the PNG file without text, colour profiles and everything else that no score depends
     on.
     """
@@ -208,14 +258,18 @@ def _keep_pixel_chunks(picture: bytes, chunks_left: Iterator[int]) -> bytes:
                 f"the images have more than {MAX_CHUNKS} PNG chunks; send fewer images, or larger"
                 " chunks",
             )
-        if name in PIXEL_CHUNKS:
+        if name in kept:
             parts.append(chunk)
     return b"".join(parts)
 
 
-def _decode_pixels(index: int, image: Image.Image) -> np.ndarray:
+def _decode_frames(index: int, image: Image.Image, pixels: np.ndarray) -> None:
+    """Decode all frames into ``pixels``, [frames, height, width, 3]; an image has one."""
     try:
-        return np.asarray(image)
+        for position, frame in enumerate(pixels):
+            # An error where the header of an animation claims more frames than there are.
+            image.seek(position)
+            frame[:] = np.asarray(image)
     except Exception:  # Pillow's of many types, as above
         raise HTTPException(
             422, f"images.{index} is a PNG file that ends early or is broken"

@@ -44,6 +44,8 @@ def test_mono_is_the_mean_of_the_channels():
     [
         ([b"RIFF"], "is no WAV file that can be read"),
         ([b""], "is no WAV file that can be read"),
+        ([encode_wavs(SOUNDS)[0][:-1]], "is no WAV file that can be read"),
+        (encode_wavs(Sounds(SOUNDS.pcm[:1, :0], 24000)), "has no samples"),
         (
             encode_wavs(SOUNDS) + encode_wavs(Sounds(SOUNDS.pcm, 48000)),
             "have several rates, lengths or channels",

@@ -88,6 +88,7 @@ def test_a_video_with_sound_goes_from_training_to_a_served_version(workplace: Pa
         pd.DataFrame({"prompt": PROMPTS[:2], "seed": [0, 1]})
     )
     first, second = hear(drawn["image"].tolist())
+    assert np.array_equal(decode_wavs(drawn["sound"].tolist()).pcm, [first, second])
     assert not np.array_equal(first, second)
 
     policies = sorted(path.parent for path in nodes.rglob("policy.json"))

@@ -31,7 +31,7 @@ from PIL import Image
 
 from ebbflow.cli import main
 from ebbflow.data.records import Comparison, GateDecision
-from ebbflow.data.sounds import Sounds, encode_wavs
+from ebbflow.data.sounds import Sounds, encode_wavs, read_sound
 from ebbflow.evaluation import serve as evaluation
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
@@ -255,7 +255,7 @@ def test_every_row_has_an_image_or_an_error(served: Served) -> None:
     assert (
         list(drawn.columns)
         == model.metadata.get_output_schema().input_names()
-        == ["image", "error", "warning"]
+        == ["image", "error", "warning", "sound"]
     )
     assert [image and size(image) for image in drawn["image"]] == [
         (32, 16),
@@ -300,7 +300,7 @@ def test_an_image_that_cannot_be_read_is_an_error_of_its_row(served: Served) -> 
 
 def test_nothing_is_predicted_of_nothing(served: Served) -> None:
     drawn = ServedPolicy(served.base, served.policy).predict(pd.DataFrame({"prompt": []}))
-    assert (len(drawn), list(drawn.columns)) == (0, ["image", "error", "warning"])
+    assert (len(drawn), list(drawn.columns)) == (0, ["image", "error", "warning", "sound"])
 
 
 # The command
@@ -508,7 +508,24 @@ def test_the_request_of_the_page_is_answered_as_the_page_says(
     assert answer.status_code == 200, answer.text
     first, second = answer.json()["predictions"]
     assert size(base64.b64decode(first["image"])) == (32, 16)
-    assert second == {"image": None, "error": TOO_LONG, "warning": None}
+    assert second == {"image": None, "error": TOO_LONG, "warning": None, "sound": None}
     Path(curl[curl.index("-o") + 1]).write_bytes(answer.content)
     exec(shlex.split(picture)[1], {})
     assert size((workplace / "EBBS.png").read_bytes()) == (32, 16)
+
+
+def test_a_video_with_sound_is_answered_with_a_wav_file_over_http(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pcm = np.arange(200, dtype=np.int16).reshape(2, 50, 2)
+    sounds = Sounds(pcm, 24000)
+    monkeypatch.setattr(evaluation, "decode_sounds", lambda *_: sounds)
+    client = TestClient(scoring_server.init(mlflow.pyfunc.load_model(str(served.model))))
+    rows = [{"prompt": name, "seed": seed} for name, seed in (("EBBS", 0), ("A", -1), ("FLOW", 0))]
+    answer = client.post("/invocations", json={"dataframe_records": rows})
+    first, second, third = answer.json()["predictions"]
+    assert second["sound"] is None
+    heard = [base64.b64decode(row["sound"]) for row in (first, third)]
+    assert heard == encode_wavs(sounds)
+    # The picture has the same sound, for ``convert_to_movie``.
+    assert [read_sound(base64.b64decode(row["image"])) for row in (first, third)] == heard

@@ -198,7 +198,7 @@ def test_requests_without_the_token_are_refused(given):
         assert post(url, {"images": [], "prompts": []}, Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
-class Crashes:
+class Crashes(Reward):
     name = "crashes"
 
     def __call__(self, images, prompts):

@@ -56,7 +56,9 @@ def test_the_messages_are_those_of_the_protocol():
     assert server._decode_images(asked.images).shape == (1, 8, 8, 3)
     assert answered.failures.keys() == {0}
     assert answered.ids == [identify_image(base64.b64decode(image)) for image in asked.images]
-    assert json.loads(health) == Health(reward="geneval", ready=True).model_dump()
+    assert json.loads(health) == Health(reward="geneval", ready=True).model_dump(
+        exclude_defaults=True
+    )
     for message in (ScoreRequest, ScoreAnswer, Health):
         assert all(f'"{key}"' in TEXT for key in message.model_fields)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from ebbflow.recipe.rewards import Scored
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask_server, quote_answer
 from ebbflow.rewards.protocol import (
@@ -22,6 +23,7 @@ from ebbflow.rewards.protocol import (
     PromptMessage,
     ScoreAnswer,
     ScoreRequest,
+    SentSamples,
     identify_image,
 )
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ebbflow.data.prompts import Prompt
+    from ebbflow.rewards.samples import SoundedVideos
 
 
 class RemoteConfig(ServedRewardConfig):
@@ -37,19 +40,29 @@ class RemoteConfig(ServedRewardConfig):
     """
 
     name: Literal["remote"] = "remote"
+    samples: SentSamples = "images"
+    """What the server scores. ``images``: of a video, frames as single images. ``videos``: whole
+    videos. ``sounds``: whole videos with their sound."""
     batch: int = Field(16, ge=1, le=256)
-    """Images per request."""
+    """Images or videos per request."""
     metrics: list[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]] = []
     """Further columns of the server's answer to keep, each as ``<label>_<column>``. Others are
     dropped.
     """
 
+    @property
+    def scores(self) -> Scored:
+        return self.samples
+
     def build(self) -> Reward:
-        return Remote(self)
+        by_samples: dict[str, type[Remote]] = {
+            one.scores: one for one in (Remote, RemoteOfVideos, RemoteOfSounds)
+        }
+        return by_samples[self.samples](self)
 
 
 class Remote(Reward):
-    """What the server scores; NaN with a reason for every image of a request that got no usable
+    """What the server scores; NaN with a reason for every sample of a request that got no usable
     answer.
     """
 
@@ -64,14 +77,17 @@ class Remote(Reward):
             health = ask_server(self.config, self.config.url + HEALTH, Health, sleep=self.sleep)
         except NoAnswer as error:
             return str(error)
-        if health.ready:
-            return None
-        return (
-            f"{self.config.url}: the reward {quote_answer(health.reward, self.config)} is not"
-            " ready; wait until the server is"
-        )
+        reward = f"{self.config.url}: the reward {quote_answer(health.reward, self.config)}"
+        if health.scores != self.scores:
+            return (
+                f"{reward} scores {health.scores}, and the recipe sends {self.scores}; set samples"
+                f" to {health.scores}"
+            )
+        return None if health.ready else f"{reward} is not ready; wait until the server is"
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    def __call__(
+        self, images: np.ndarray | SoundedVideos, prompts: Sequence[Prompt]
+    ) -> RewardResult:
         import numpy as np
 
         values = np.full(len(images), np.nan)
@@ -98,10 +114,13 @@ class Remote(Reward):
                     )
         return RewardResult(values, metrics, failures)
 
-    def _ask_for_scores(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreAnswer:
+    def _ask_for_scores(
+        self, images: np.ndarray | SoundedVideos, prompts: Sequence[Prompt]
+    ) -> ScoreAnswer:
         url = self.config.url + SCORE
         request = build_request(images, prompts)
-        body = request.model_dump_json().encode()
+        # What is unset, the sounds, is no key: a server that knows images alone would refuse it.
+        body = request.model_dump_json(exclude_unset=True).encode()
         answer = ask_server(self.config, url, ScoreAnswer, body, self.sleep)
         # The form of the answer is checked; whether it fits the question only the asker knows.
         if len(answer.scores) != len(images):
@@ -124,12 +143,32 @@ class Remote(Reward):
         return answer
 
 
-def build_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest:
-    """Build the message for images, uint8 RGB [N, height, width, 3], and their prompts."""
-    from ebbflow.data.images import encode_pngs
+class RemoteOfVideos(Remote):
+    """A server that scores whole videos."""
 
+    scores = "videos"
+
+
+class RemoteOfSounds(Remote):
+    """A server that scores whole videos with their sound."""
+
+    scores = "sounds"
+
+
+def build_request(images: np.ndarray | SoundedVideos, prompts: Sequence[Prompt]) -> ScoreRequest:
+    """Build the message for samples, uint8 RGB [N, height, width, 3], or videos, [N, frames,
+    height, width, 3], with or without sounds, and their prompts.
+    """
+    from ebbflow.data.images import encode_pngs
+    from ebbflow.data.sounds import encode_wavs
+    from ebbflow.rewards.samples import SoundedVideos
+
+    sounds = {}
+    if isinstance(images, SoundedVideos):
+        sounds["sounds"] = _encode_base64(encode_wavs(images.sounds))
+        images = images.videos
     return ScoreRequest(
-        images=[base64.b64encode(image).decode() for image in encode_pngs(images)],
+        images=_encode_base64(encode_pngs(images)),
         prompts=[
             PromptMessage(
                 prompt=prompt.prompt,
@@ -139,7 +178,12 @@ def build_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest
             )
             for prompt in prompts
         ],
+        **sounds,
     )
+
+
+def _encode_base64(files: Sequence[bytes]) -> list[str]:
+    return [base64.b64encode(file).decode() for file in files]
 
 
 def _none_to_nan(values: Sequence[float | None]) -> np.ndarray:
