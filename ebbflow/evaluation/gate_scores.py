@@ -22,7 +22,7 @@ from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.data.schema import KEY, build_evaluation_schema, name_statistic_column
-from ebbflow.data.sounds import read_sounds
+from ebbflow.data.sounds import SoundError, read_sounds
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.evaluation.gate_inputs import list_evaluated_prompts, read_evaluated_samples
 from ebbflow.evaluation.held_out import summarize_held_out
@@ -32,7 +32,7 @@ from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.combine import NO_PICTURE, Scorer, ScoreTable, load_scorer
 from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.identity import digest_named_weights
-from ebbflow.storage.tables import nan_to_null, read_table_metadata, write_table
+from ebbflow.storage.tables import TableError, nan_to_null, read_table_metadata, write_table
 
 PICTURE_DIGEST = "image_sha256"
 """The column of a table of scores that stands for the pictures, where those are not stored."""
@@ -58,7 +58,8 @@ def score_tables_together(
             evaluation, its table, and where the new table goes.
 
     Raises:
-        GateInputError, TableError: a table is not the one of its evaluation.
+        GateInputError, TableError: a table is not the one of its evaluation, or has sound that
+            cannot be read.
         RewardError: a trained reward cannot run here.
     """
     shown = list_evaluated_prompts(prompts)
@@ -68,7 +69,11 @@ def score_tables_together(
     ]
     num_texts = sum(prompt.split == "held_out" and prompt.target is not None for prompt in shown)
     scorer = load_scorer(recipe.evaluated_rewards, recipe.select_scorable_guardrails(num_texts))
-    scored = score_sides_together(recipe, scorer, tables, shown)
+    try:
+        scored = score_sides_together(recipe, scorer, tables, shown)
+    except SoundError as error:
+        files = ", ".join(str(samples[side]) for side in evaluations)
+        raise TableError(f"{files}: the sound of a sample {error}") from None
     weights = digest_named_weights(
         {one.column: one.model_dump(mode="json") for one in (*recipe.rewards, *recipe.guardrails)}
     )

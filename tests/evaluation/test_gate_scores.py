@@ -14,18 +14,21 @@ from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import PROMPTS, build_evaluation_schema
+from ebbflow.data.sounds import SoundError
+from ebbflow.evaluation import gate_scores
 from ebbflow.evaluation.gate import REFUSED, decide_by_gate
 from ebbflow.evaluation.gate_inputs import GateInputError, read_evaluated_samples
 from ebbflow.evaluation.gate_scores import (
     refuse_unequal_scores,
     score_sides_together,
+    score_tables_together,
     update_evaluation,
 )
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import NO_PICTURE, Scorer
 from ebbflow.storage.disk import sha256_of_file
-from ebbflow.storage.tables import write_table
+from ebbflow.storage.tables import TableError, write_table
 
 RECIPE = Recipe.model_validate(
     {
@@ -293,3 +296,36 @@ def test_guardrails_of_pictures_are_scored_anew_beside_rewards_of_latents(
         assert table["similarity"].equals(before["similarity"])
         assert table["reward"].equals(before["reward"])
     assert candidate["failure"].null_count == candidate.num_rows
+
+
+class Listener(Reward):
+    """A reward of sound that is never called."""
+
+    name = "listener"
+    scores = "sounds"
+
+    def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> RewardResult:
+        raise AssertionError("it was called without sound")
+
+
+def test_sound_that_cannot_be_read_names_the_files_of_its_samples(
+    evaluate: Callable[..., Side],
+    prompt_table: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(pngs: list[bytes]) -> None:
+        raise SoundError("is no WAV file that can be read; generate it again")
+
+    monkeypatch.setattr(gate_scores, "read_sounds", fail)
+    monkeypatch.setattr(gate_scores, "load_scorer", lambda *_: Scorer(((Listener(), 1.0),)))
+    side = evaluate("candidate", 100)
+    with pytest.raises(TableError) as refused:
+        score_tables_together(
+            RECIPE,
+            prompt_table,
+            {"candidate": side.evaluation},
+            {"candidate": side.path},
+            {"candidate": tmp_path / "scored.parquet"},
+        )
+    assert str(refused.value).startswith(f"{side.path}: the sound of a sample is no WAV")
