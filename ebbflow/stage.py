@@ -80,7 +80,8 @@ class StageContext:
     @property
     def following_copies(self) -> tuple[FollowingName, ...]:
         """The copies of the stage's policy that follow it, as ``old``."""
-        return self.algorithm.list_following_copies(self.config.hyper_parameters)
+        copies = self.algorithm.list_following_copies(self.config.hyper_parameters)
+        return (*copies, "recent") if self.config.reference.is_reset else copies
 
     @property
     def teacher_folders(self) -> dict[str, str]:

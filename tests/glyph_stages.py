@@ -40,6 +40,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "tree": {"splits": [0, 1]},
     },
     "tempflow_grpo": {"algorithm": {"clip_range": 1e-3}, "sampler": SIX, "reference": KL},
+    "gardo": {"algorithm": {"clip_range": 1e-3}, "sampler": SIX, "reference": {"weight": 0.02}},
     "grpo_guard": {"algorithm": {"clip_range": 1e-4}, "sampler": SIX},
     "flow_dppo": {"sampler": SIX, "window": MOVING, "advantages": {"clip": 5.0}},
     "diffusion_nft": {

@@ -60,6 +60,7 @@ class AdvantageResult:
             steps that are not trained, have NaN. ``values`` are those of the leaves.
         of_latents: where rewards judge some latents only, the advantage of each of the K latents,
             float32 [N, K]. ``values`` are of all rewards.
+        penalty_factor: float32 [N], of the reference penalty of each sample; None for 1.
     """
 
     values: np.ndarray
@@ -67,6 +68,7 @@ class AdvantageResult:
     metrics: dict[str, float]
     of_steps: np.ndarray | None = None
     of_latents: np.ndarray | None = None
+    penalty_factor: np.ndarray | None = None
 
     @property
     def row_advantages(self) -> np.ndarray:
@@ -476,10 +478,15 @@ def _compute_metrics(
             "reward/max": float(total.max()),
             "reward/std": float(total.std()),
         }
-    if len(trained):
-        metrics |= {
-            "advantage/mean": float(trained.mean()),
-            "advantage/std": float(trained.std()),
-            "advantage/max_magnitude": float(np.abs(trained).max()),
-        }
-    return metrics
+    return metrics | summarise_advantages(trained)
+
+
+def summarise_advantages(trained: np.ndarray) -> dict[str, float]:
+    """Summarise the advantages that are trained on; no metrics without any."""
+    if not len(trained):
+        return {}
+    return {
+        "advantage/mean": float(trained.mean()),
+        "advantage/std": float(trained.std()),
+        "advantage/max_magnitude": float(np.abs(trained).max()),
+    }

@@ -23,18 +23,19 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from ebbflow.algorithms.advantages import AdvantageResult
     from ebbflow.flow.sampler import Transition
 
 # The policies that a loss can ask for besides the one that is trained.
-CopyName = Literal["reference", "old", "sampling", "teacher", "rollout", "fake"]
+CopyName = Literal["reference", "old", "sampling", "teacher", "rollout", "fake", "recent"]
 """``rollout``: the policy as it was before the first update on the samples, of a step online, of
 the stage offline. ``fake``: the fake score network of distribution matching, the only copy that is
-trained.
+trained. ``recent``: the policy at the last reset of the reference (``ReferenceConfig.is_reset``).
 """
-FollowingName = Literal["old", "sampling", "fake"]
+FollowingName = Literal["old", "sampling", "fake", "recent"]
 FOLLOWING: tuple[FollowingName, ...] = get_args(FollowingName)
 """The copies that move with the training, each by the schedule of the algorithm that keeps it;
-``fake`` is trained. The others stand still.
+``fake`` is trained, and ``recent`` is renewed by a rule. The others stand still.
 """
 Decay: TypeAlias = Callable[[Any, int], float]
 RowMetrics: TypeAlias = "dict[str, Tensor]"
@@ -59,6 +60,7 @@ class TrajectoryRows:
         copies: the step under each policy copy that the algorithm asked for.
         advantage: [M].
         advantage_clip: ``advantages.clip``; every advantage lies within plus and minus this.
+        penalty_factor: [M], of the reference penalty of each row, where the algorithm gates it.
     """
 
     transition: Transition
@@ -68,6 +70,7 @@ class TrajectoryRows:
     copies: Mapping[CopyName, Transition]
     advantage: Tensor
     advantage_clip: float = ADVANTAGE_CLIP
+    penalty_factor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,36 @@ AnyRows: TypeAlias = TrajectoryRows | ForwardRows | GradientRows | DirectAlignRo
 
 
 @dataclass(frozen=True)
+class StepScores:
+    """The scores of the N samples of a step, as ``Algorithm.reshape`` gets them.
+
+    Example:
+        Two prompts with two samples each, trained on ``ocr`` and scored by ``aesthetic``, too::
+
+            StepScores(
+                reward=np.array([1.0, 0.5, 0.0, np.nan]),
+                columns={
+                    "ocr": np.array([1.0, 0.5, 0.0, np.nan]),
+                    "aesthetic": np.array([5.1, 5.4, 4.9, np.nan]),
+                },
+                prompt_ids=np.array([3, 3, 8, 8]),
+            )
+
+    Attributes:
+        reward: float64 [N], the weighted sum of the trained rewards; NaN where scoring failed.
+        columns: float64 [N] of every reward, whatever its weight, and of their metrics.
+        prompt_ids: integer [N].
+    """
+
+    reward: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    prompt_ids: np.ndarray
+
+
+Reshape: TypeAlias = "Callable[[AdvantageResult, StepScores, Any, dict[str, Any]], AdvantageResult]"
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """One algorithm; its hyper-parameters' class says in a line what it does and which rows and
     stages are its own.
@@ -254,6 +287,9 @@ class Algorithm:
             as it was at the start.
         generates: which policy makes the rollouts: the one that is trained, or one of the copies
             that follow it.
+        reshape: (advantages of a step, its scores, hyper-parameters, what it remembers) -> the
+            advantages to train on. Scores are ``StepScores``. What it remembers is a dictionary of
+            JSON values, which it changes in place and checkpoints keep.
     """
 
     config: type[AlgorithmConfig]
@@ -266,6 +302,7 @@ class Algorithm:
     )
     follows: Mapping[FollowingName, Decay] = field(default_factory=dict)
     generates: Literal["current"] | FollowingName = "current"
+    reshape: Reshape | None = None
 
     def list_following_copies(self, config: Any) -> tuple[FollowingName, ...]:
         """List the copies that the policy of a stage has because the algorithm asks for them, and

@@ -11,6 +11,10 @@ Under cps, whose published std has no dt, ``kl_without_dt`` divides by 2 b^2, as
 
 Its weight k is the same for all rows, or ``adaptive`` (CRD, 2603.14128): 1e-4 + (k - 1e-4) p with p
 = A / (2 c) + 1/2 in [0, 1] and c = ``advantages.clip``.
+
+With ``reset_every`` or ``reset_above``, mu_ref and v_ref are those of a copy of the policy that is
+renewed from time to time. An algorithm that gates the penalty (GARDO, 2512.24138) multiplies it
+with a factor for each sample.
 """
 
 from __future__ import annotations
@@ -28,14 +32,23 @@ ADAPTIVE_FLOOR = 1e-4
 def compute_penalty(
     config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor
 ) -> Tensor:
-    """Compute the penalty of each row, [M], before its weight; ``reference`` is the base model's
-    velocity at the same points, [M, ...].
+    """Compute the penalty of each row, [M], before its weight; ``reference`` is the velocity of
+    the reference at the same points, [M, ...].
     """
+    divergence = _compute_divergence(config, rows, velocity, reference)
+    if isinstance(rows, TrajectoryRows) and rows.penalty_factor is not None:
+        return rows.penalty_factor * divergence
+    return divergence
+
+
+def _compute_divergence(
+    config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor
+) -> Tensor:
     if config.penalty == "velocity":
         return mean_per_row((velocity - reference) ** 2)
     # The recipe allows a KL for trajectories alone.
     assert isinstance(rows, TrajectoryRows)
-    divergence = compute_gaussian_kl(rows.transition, rows.copies["reference"].mean)
+    divergence = compute_gaussian_kl(rows.transition, rows.copies[config.copy_name].mean)
     # b^2 = s^2 |dt|, so 1 / (2 s^2) = |dt| / (2 b^2). The b of cps has no dt to take out.
     if config.penalty == "kl_without_dt" and rows.transition.sampler.std_has_dt:
         return divergence * rows.transition.dt.abs()

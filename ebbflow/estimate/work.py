@@ -207,7 +207,7 @@ def list_compared_copies(ctx: StageContext) -> set[str]:
     guidance.
     """
     reference = ctx.config.reference
-    anchor = {"reference"} if reference.weight and not reference.needs_guidance else set()
+    anchor = {reference.copy_name} if reference.weight and not reference.needs_guidance else set()
     return set(ctx.algorithm.copies(ctx.config.hyper_parameters)) | anchor
 
 

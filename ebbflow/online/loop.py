@@ -251,7 +251,11 @@ class OnlineLoop:
                 *compute_reward_moments(batch.scores.reward, batch.prompt_ids)
             )
             advantages = compute_step_advantages(
-                self.ctx, batch, self.workers.reward_weights, self.state.history
+                self.ctx,
+                batch,
+                self.workers.reward_weights,
+                self.state.history,
+                self.state.algorithm_memory,
             )
             report = await self._train_on_batch(batch, advantages)
 

@@ -204,7 +204,7 @@ class RayWorkers:
         self.context_parallel = context_parallel
         # From the recipe: no scorer is loaded in the stage's own process.
         recipe = ctx.branch_recipe
-        self.reward_weights = {row.column: row.weight for row in recipe.rewards}
+        self.reward_weights = {row.column: row.weight for row in recipe.rewards if row.weight}
         scorers = (*recipe.rewards, *recipe.guardrails)
         self.reads_rollouts = any(row.scores in ("latents", "sounds") for row in scorers)
         self.all: list[RayWorker] = []

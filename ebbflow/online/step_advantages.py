@@ -5,6 +5,8 @@ a tree, or of each latent.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +17,12 @@ from ebbflow.algorithms.advantages import (
     compute_latent_advantages,
     compute_tree_advantages,
     find_varied_prompts,
+    summarise_advantages,
 )
+from ebbflow.algorithms.base import StepScores
 from ebbflow.online.messages import RolloutBatch
 from ebbflow.recipe.latents import list_judges
+from ebbflow.rewards.base import RewardError
 from ebbflow.stage import StageContext
 
 
@@ -26,13 +31,43 @@ def compute_step_advantages(
     batch: RolloutBatch,
     weights: Mapping[str, float],
     history: PromptStatistics,
+    memory: dict[str, Any] | None = None,
 ) -> AdvantageResult:
-    """Compute the advantages of the N samples of a step.
+    """Compute the advantages of the N samples of a step, as the algorithm reshapes them.
 
     Args:
         weights: of the trained rewards in their sum, by column.
         history: the moments of every prompt so far, of ``advantages.running``.
+        memory: what the algorithm remembers from step to step, where it reshapes advantages.
     """
+    advantages = _compute_advantages(ctx, batch, weights, history)
+    reshape = ctx.algorithm.reshape
+    if reshape is None:
+        return advantages
+    scores = StepScores(batch.scores.reward, batch.scores.metrics, batch.prompt_ids)
+    for name in ctx.config.hyper_parameters.read_columns:
+        if name not in scores.columns:
+            raise RewardError(
+                f"{ctx.config.algorithm_name} reads the scores {name!r}, and the rewards give"
+                f" {', '.join(scores.columns)}; add it to 'rewards' with weight: 0, or name"
+                " another one"
+            )
+    reshaped = reshape(
+        advantages, scores, ctx.config.hyper_parameters, {} if memory is None else memory
+    )
+    # Losses rely on the clip, whatever the algorithm multiplied the advantages with.
+    clip = ctx.config.advantages.clip
+    values = reshaped.values if clip is None else reshaped.values.clip(-clip, clip)
+    metrics = reshaped.metrics | summarise_advantages(values[reshaped.keep])
+    return replace(reshaped, values=values, metrics=metrics)
+
+
+def _compute_advantages(
+    ctx: StageContext,
+    batch: RolloutBatch,
+    weights: Mapping[str, float],
+    history: PromptStatistics,
+) -> AdvantageResult:
     config = ctx.online_config.advantages
     scores = _select_scores(batch, weights)
     scored = batch.scores.scored_rows

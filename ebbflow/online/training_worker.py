@@ -122,7 +122,7 @@ class TrainingWorker:
                 self.ctx, self.updater, requests, advantages, joined, self.scorer, exchange
             )
             metrics |= _train_on_samples(self.ctx, samples, advantages, step, exchange)
-            self.updater.finish_step()
+            metrics |= self.updater.finish_step()
         return TrainingReport(
             metrics, self.updater.updates, self.updater.alarms, self.timer.drain_spans()
         )
@@ -269,6 +269,7 @@ def _build_step_samples(
         conditioning=conditioning,
         sample_index=sample_index,
         advantages=advantages.row_advantages,
+        penalty_factor=advantages.penalty_factor,
         latents=rollouts.latents,
         trajectory=trajectory,
         velocities=rollouts.velocities,

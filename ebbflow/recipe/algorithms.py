@@ -100,6 +100,8 @@ class AlgorithmConfig(Strict):
             be its samples.
         only_selects: rewards choose the samples, and the loss of a row is the same whatever its
             advantage is.
+        reshapes_advantages: the algorithm changes the advantages of whole samples by their scores,
+            which the steps of a tree and single latents do not have.
         data_defaults: ``stage_defaults`` of a stage with ``data``, those of ``algorithm`` included.
         data_published: ``published`` of a stage with ``data``.
         paper: arXiv id of the publication.
@@ -113,9 +115,17 @@ class AlgorithmConfig(Strict):
     compares_means: ClassVar[bool] = False
     imitates: ClassVar[bool] = False
     only_selects: ClassVar[bool] = False
+    reshapes_advantages: ClassVar[bool] = False
     data_defaults: ClassVar[dict[str, Any]] = {}
     data_published: ClassVar[dict[str, PublishedSetting]] = {}
     paper: ClassVar[str] = ""
+
+    @property
+    def read_columns(self) -> list[str]:
+        """The columns of scores that the algorithm reads besides the weighted sum of the trained
+        rewards.
+        """
+        return []
 
     def ratio_range(self, dims: int) -> float | None:
         """How far the ratio of mean log-probs over ``dims`` elements may be off 1 before a term has

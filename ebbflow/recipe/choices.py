@@ -324,6 +324,22 @@ class ReferenceConfig(Strict):
     """Weight each row's penalty by its advantage, from 1e-4 at -``advantages.clip`` up to
     ``weight`` at +``advantages.clip``. The policy then moves away from samples with low scores
     faster, and stays near the base model on samples with high scores (CRD, 2603.14128)."""
+    reset_every: int | None = Field(None, ge=1)
+    """Penalise the distance to a copy of the policy instead of the base model, and renew the copy
+    after this number of steps of an online stage (GARDO, 2512.24138). ``null``: not by steps."""
+    reset_above: float | None = Field(None, gt=0)
+    """Renew that copy after a step in which the penalty of an optimiser step, without its weight,
+    was above this. ``null``: never. With both keys at ``null`` the reference is the base model."""
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether the reference is a copy that becomes the policy from time to time."""
+        return self.reset_every is not None or self.reset_above is not None
+
+    @property
+    def copy_name(self) -> Literal["reference", "recent"]:
+        """The policy copy that the penalty pulls to."""
+        return "recent" if self.is_reset else "reference"
 
     @property
     def needs_guidance(self) -> bool:

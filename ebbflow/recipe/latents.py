@@ -80,6 +80,8 @@ def check_stage_trains_judged_latents(
         "algorithm.name": stage.hyper_parameters.only_selects
         and f"{name} has none in its loss: rewards choose its samples; set algorithm.name to"
         " diffusion_nft or mix_grpo",
+        "advantages": stage.hyper_parameters.reshapes_advantages
+        and f"{name} reshapes those of whole samples; set algorithm.name to flow_grpo",
         "tree": getattr(stage, "tree", None) is not None
         and "the steps of a tree have advantages of their own; leave 'tree' out",
         "advantages.running": stage.advantages.running

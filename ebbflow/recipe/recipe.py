@@ -67,6 +67,7 @@ from ebbflow.recipe.stage_checks import (
     check_latent_weights,
     check_optimizer_states,
     check_pictures_have_every_latent,
+    check_read_scores,
     check_rollout_caches,
     check_rollout_precision,
     check_rollout_quantization,
@@ -225,6 +226,7 @@ class Recipe(Strict):
         for index, stage in enumerate(self.stages):
             rewards = self.select_branch(stage.branch).rewards
             check_stage_trains_judged_latents(index, stage, rewards, self.model)
+            check_read_scores(index, stage, rewards)
         self._check_deterministic_kernels()
         check_guidance_is_optional(self.stages, self.model)
         return self

@@ -117,8 +117,13 @@ def check_prompt_sets_are_scored(scope: RewardScope) -> None:
     """Check that each prompt set has a reward.
 
     Raises:
-        ValueError: none of the rewards scores a set.
+        ValueError: none of the rewards scores a set, or none of them is trained on.
     """
+    if not any(reward.weight for reward in scope.rewards):
+        raise ValueError(
+            f"{scope.source_key}: every weight is 0, so that nothing is trained on; give one of"
+            " them another weight"
+        )
     unscored = prompt_sets_without_reward(scope.rewards, scope.prompt_sets)
     if unscored:
         raise ValueError(

@@ -39,8 +39,9 @@ class RewardConfig(Strict):
     known_lowest: ClassVar[float | None] = None
     """The lowest score by the reward's definition; None where it has none."""
     name: str
-    weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
-    """Weight of the reward in the weighted sum that is trained on."""
+    weight: float = Field(1.0, ge=0, le=MAX_WEIGHT)
+    """Weight of the reward in the weighted sum that is trained on. 0: it scores every sample and
+    moves no parameter; algorithms such as ``gardo`` read it, and charts show it."""
     label: str | None = Field(None, pattern=r"^[A-Za-z]\w*$")
     """Name of the reward's scores in tables, charts and reports. Default: the reward's name."""
     prompts: list[str] = []

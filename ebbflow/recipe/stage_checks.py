@@ -10,6 +10,8 @@ from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.prompts import PromptsConfig
+from ebbflow.recipe.registry import REWARDS
+from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 
 NUM_PROMPTS_KEYS = {"online": "prompts_per_step", "offline": "prompts"}
@@ -342,4 +344,25 @@ def check_guidance_is_optional(stages: Sequence[StageConfig], model: ModelConfig
                 f"stages.{index}.guidance_in_loss = False, and model.family ="
                 f" {model.family!r} with model.guidance = {model.guidance:g} has no"
                 " classifier-free guidance to leave out; leave guidance_in_loss out"
+            )
+
+
+def check_read_scores(index: int, stage: StageConfig, rewards: Sequence[RewardConfig]) -> None:
+    """Check that the rewards give the scores that the algorithm of a stage reads.
+
+    A name that is of no reward may be a metric of one, and is looked for at the first step.
+
+    Args:
+        rewards: those of the stage's branch.
+
+    Raises:
+        ValueError: a reward is missing.
+    """
+    # Which metrics a reward gives is known only once it scores, which reward there is beforehand.
+    columns = [reward.column for reward in rewards]
+    for name in stage.hyper_parameters.read_columns:
+        if name in REWARDS and name not in columns:
+            raise ValueError(
+                f"stages.{index}.algorithm: {stage.algorithm_name} reads the scores of {name!r},"
+                f" and the rewards are {', '.join(columns)}; add {{name: {name}, weight: 0}}"
             )

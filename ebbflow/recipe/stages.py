@@ -156,6 +156,15 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
         return self
 
     @model_validator(mode="after")
+    def _check_reference_is_reset_online(self) -> StageConfig:
+        if self.reference.is_reset and getattr(self, "kind", "") != "online":
+            raise ValueError(
+                "reference.reset_every and reference.reset_above renew the reference between the"
+                " steps of an online stage; leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_engine_has_parity_gate(self) -> StageConfig:
         if self.engine == "diffusers" and self.parity != ParityConfig():
             raise ValueError(
@@ -258,6 +267,11 @@ class OnlineStageConfig(MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepK
             raise ValueError(
                 f"tree trains the samples whose rewards differ, and {self.algorithm_name} learns"
                 " from no reward; leave 'tree' out"
+            )
+        if self.hyper_parameters.reshapes_advantages:
+            raise ValueError(
+                f"tree gives every step an advantage of its own, and {self.algorithm_name} reshapes"
+                " those of whole samples; leave 'tree' out, or set algorithm.name to branch_grpo"
             )
         # Splits come from different noise, and the last denoising step adds none.
         last = tree.splits[-1]

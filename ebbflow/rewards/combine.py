@@ -134,7 +134,7 @@ class Scorer:
     @property
     def reward_weights(self) -> dict[str, float]:
         """The weight of each trained reward, by its column."""
-        return {reward.name: weight for reward, weight in self.rewards}
+        return {reward.name: weight for reward, weight in self.rewards if weight}
 
     @property
     def compares_groups(self) -> bool:

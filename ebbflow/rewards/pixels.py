@@ -5,6 +5,7 @@ to a square, standardised as CLIP was trained.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +13,15 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
+from ebbflow.rewards.base import RewardError
+
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 """Of CLIP's training images (2103.00020), red, green, blue, in [0, 1]."""
+PROCESSOR_FILE = "preprocessor_config.json"
+"""Where transformers keeps how a network's images are prepared."""
+FILTERS = {2: "bilinear", 3: "bicubic"}
+"""torch's names of Pillow's filters, which the processor names by number."""
 
 
 def resize_as_bytes(images: np.ndarray, size: int, device: torch.device) -> Tensor:
@@ -76,6 +83,43 @@ def letterbox_with_gradient(images: Tensor, size: int) -> Tensor:
 def scale_to_unit_range(images: np.ndarray, device: torch.device) -> Tensor:
     """uint8 RGB [N, H, W, 3] -> float32 [N, 3, H, W] in [0, 1]."""
     return torch.tensor(images, device=device).permute(0, 3, 1, 2).float() / 255
+
+
+def prepare_with_processor(images: Tensor, processor: dict[str, Any]) -> Tensor:
+    """Resize, crop and standardise RGB in [0, 1], [n, 3, height, width], as the processor says,
+    with gradient.
+
+    Raises:
+        RewardError: it says something that is not known here.
+    """
+    size = processor.get("size", {})
+    mode = FILTERS.get(processor.get("resample", 2))
+    edge = size if isinstance(size, int) else size.get("shortest_edge")
+    if mode is None or not (edge or {"height", "width"} <= set(size)):
+        raise RewardError(
+            f"{PROCESSOR_FILE} has size {size} and resample"
+            f" {processor.get('resample')}, which cannot be followed; take another network"
+        )
+    if isinstance(size, int):
+        shape = (size, size)
+    elif edge:
+        shape = _size_of_shorter_edge(edge, *images.shape[2:])
+    else:
+        shape = (size["height"], size["width"])
+    images = interpolate(images, shape, mode=mode, antialias=True)
+    if processor.get("do_center_crop"):
+        crop = processor["crop_size"]
+        height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+        top = (images.shape[2] - height) // 2
+        left = (images.shape[3] - width) // 2
+        images = images[..., top : top + height, left : left + width]
+    if not processor.get("do_normalize", True):
+        return images
+    mean, deviation = (
+        torch.tensor(processor[key], device=images.device).view(1, 3, 1, 1)
+        for key in ("image_mean", "image_std")
+    )
+    return (images - mean) / deviation
 
 
 def _size_of_shorter_edge(size: int, height: int, width: int) -> tuple[int, int]:

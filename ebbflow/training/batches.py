@@ -33,9 +33,7 @@ SampleGroups = list[np.ndarray]
 """Groups of samples, or of rows: the positions of the members of each group. The members of a group
 are never split between processes or micro-batches, because its loss may compare them.
 
-Example: three pairs of six samples::
-
-    [array([0, 1]), array([2, 3]), array([4, 5])]
+Example: three pairs of six samples: ``[array([0, 1]), array([2, 3]), array([4, 5])]``.
 
 Samples that are trained on alone are groups of one: ``[array([0]), array([1]), ...]``.
 """
@@ -159,6 +157,7 @@ class TrajectoryBatch:
         old_log_prob: [M], under the policy that the ratio is against; of K latents [M, K].
         advantage: [M].
         old_mean: [M, ...], under the same policy, where the rollout recorded means.
+        penalty_factor: [M], of the reference penalty, where the algorithm gates it.
     """
 
     latent_fields: ClassVar = ("inputs", "next_latents", "old_mean")
@@ -173,6 +172,7 @@ class TrajectoryBatch:
     sampler: SamplerConfig
     keys: SampleKeys
     old_mean: Tensor | None = None
+    penalty_factor: Tensor | None = None
 
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         return self.inputs
@@ -188,6 +188,7 @@ class TrajectoryBatch:
             old_log_prob=self.old_log_prob[part],
             copies={name: self.compute_transition(part, value) for name, value in copies.items()},
             advantage=self.advantage[part],
+            penalty_factor=None if self.penalty_factor is None else self.penalty_factor[part],
         )
 
     def compute_transition(self, part: slice, velocity: Tensor) -> Transition:
@@ -258,7 +259,6 @@ def build_trajectory_batch(
             conditioning_row.to(device),
         ),
         weight=weight,
-        # Each row is a group of its own: losses on trajectories compare no rows.
         group_index=torch.arange(len(rows), device=device),
         next_latents=trajectory.states[sample, state + 1].to(device),
         sigmas=sigmas,

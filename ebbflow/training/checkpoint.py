@@ -66,7 +66,10 @@ STATE = "state.json"
 FAKE_OPTIMIZER = "fake_optimizer"
 MOVING = (*FOLLOWING, "ema")
 """Copies that move with the training; the others are what they were at the start of the stage."""
-COUNTED = ("updates", "steps", "alarms", "drift", "drifted", "loss_scale")
+COUNTED = (
+    *("updates", "steps", "alarms", "drift", "drifted", "loss_scale"),
+    *("reset_step", "is_reset_due"),
+)
 
 
 class CheckpointError(Exception):

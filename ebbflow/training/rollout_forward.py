@@ -81,5 +81,6 @@ def reuse_rollout_forward(
         old_mean=None if batch.old_mean is None else batch.old_mean[rows],
         old_log_prob=batch.old_log_prob[rows],
         advantage=batch.advantage[rows],
+        penalty_factor=None if batch.penalty_factor is None else batch.penalty_factor[rows],
         keys=batch.keys.select_samples(order),
     )

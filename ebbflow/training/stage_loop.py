@@ -46,6 +46,7 @@ class StageState:
             its first pass.
         prompt_rewards: running (mean, standard deviation) of each prompt's rewards, by id, where a
             ``curriculum`` wants them.
+        algorithm_memory: what the algorithm's ``reshape`` remembers from step to step.
     """
 
     history: PromptStatistics = field(default_factory=PromptStatistics)
@@ -60,6 +61,7 @@ class StageState:
     statistic_alarms: list[str] = field(default_factory=list)
     kept_prompts: list[int] | None = None
     prompt_rewards: dict[int, tuple[float, float]] = field(default_factory=dict)
+    algorithm_memory: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "history": self.history.state_dict()}

@@ -76,6 +76,8 @@ class PolicyUpdater:
         rollout_updates: ``updates`` when the step began whose samples are trained on now.
         steps: rollout steps of this stage.
         drift: mean (v - v_base)^2 when it was last measured.
+        reset_step: ``steps`` at the last reset of the reference.
+        is_reset_due: whether the policy has left the reference too far behind since.
         fake: the fake score network, where the algorithm trains one beside the policy.
         alarms: what a person should look at, a line each.
         drifted: whether the drift alarm went off.
@@ -133,6 +135,8 @@ class PolicyUpdater:
         if isinstance(stage, OnlineStageConfig):
             self.num_updates = stage.steps * stage.updates_per_step
         self.drift = 0.0
+        self.reset_step = 0
+        self.is_reset_due = False
         self.alarms: list[str] = []
         self.drifted = False
         self.anchor: Anchor | None = None
@@ -171,13 +175,26 @@ class PolicyUpdater:
         if "rollout" in self.algorithm.copies(self.hyper):
             self.policy.snapshot_copy("rollout")
 
-    def finish_step(self) -> None:
-        """Count a rollout step, after its last update."""
+    def finish_step(self) -> dict[str, float]:
+        """Count a rollout step, after its last update; return whether it reset the reference, where
+        the stage resets it.
+        """
         self.steps += 1
         # A copy that generates must stay the same for all samples of a step, so it follows here and
         # not after every optimiser step.
         if self.algorithm.generates != "current":
             self._update_following_copies(self.progress.steps)
+        reference = self.stage.reference
+        if not reference.is_reset:
+            return {}
+        every = reference.reset_every
+        is_due = self.is_reset_due or (every and self.steps - self.reset_step >= every)
+        if is_due:
+            # Now and not at the next step's start: a checkpoint between them has the new one.
+            self.policy.snapshot_copy(reference.copy_name)
+            self.reset_step = self.steps
+            self.is_reset_due = False
+        return {"reference/reset": float(bool(is_due))}
 
     def update_policy(
         self, batch: RowBatch, passes: int, prompt_sets: Mapping[int, str] | None = None
@@ -223,6 +240,11 @@ class PolicyUpdater:
         if not (math.isfinite(norm_value) and loss_is_finite):
             raise build_non_finite_error(results, batch, means, norm, self.policy)
         self._take_optimizer_step(norm)
+        # The same on every process, as the mean is; the reset itself waits for the end of the step,
+        # so that all updates of a step have one reference.
+        limit = self.stage.reference.reset_above
+        if limit is not None and means.get("kl/reference", 0.0) > limit:
+            self.is_reset_due = True
         # Not every update measures the drift; those that do not report the last value.
         self.drift = means.setdefault("velocity_drift", self.drift)
         # Processes that share the tokens of a row have all counted it.
@@ -398,7 +420,7 @@ class PolicyUpdater:
         """
         needed = set(self.algorithm.copies(self.hyper))
         if self.stage.reference.weight > 0 and not self.stage.reference.needs_guidance:
-            needed.add("reference")
+            needed.add(self.stage.reference.copy_name)
         if self.updates == self.rollout_updates:
             needed.discard("rollout")  # it is the policy itself, until a weight moves
         velocities: dict[CopyName, Tensor] = {}
@@ -434,8 +456,8 @@ class PolicyUpdater:
         if reference.needs_guidance:
             # A guided reference is another prediction than the copy's: that is without guidance.
             guided = inputs.with_guidance(reference.guidance, reference.guidance_2)
-            return predict_velocities_of_copy(self.policy, "reference", guided, slices)
-        return copies["reference"] if reference.weight > 0 else None
+            return predict_velocities_of_copy(self.policy, reference.copy_name, guided, slices)
+        return copies[reference.copy_name] if reference.weight > 0 else None
 
     def _update_following_copies(self, count: int) -> None:
         for name in self.algorithm.list_following_copies(self.hyper):

@@ -269,6 +269,11 @@ def test_a_reward_that_hears_is_trained_on_online_and_moves_the_sound_alone(begi
         (JPEG, {"algorithm": {"name": "sft"}}, "sft has none in its loss: rewards choose its"),
         (JPEG, {"algorithm": {"name": "diffusion_dpo"}}, "diffusion_dpo has none in its loss"),
         (JPEG, {"advantages": {"running": True}}, r"advantages\.running: .* leave it out"),
+        (
+            JPEG,
+            {"algorithm": {"name": "gardo", "auxiliary": ["x"], "diversity": None}},
+            r"advantages: .* gardo reshapes those of whole samples",
+        ),
         (JPEG, {"algorithm": {"name": "branch_grpo"}}, "tree: .* leave 'tree' out"),
     ],
 )

@@ -40,6 +40,10 @@ ON_SAMPLERS = [
     for s in ("flow_sde", "dance_sde", "cps")
     if (a, s) != ("grpo_guard", "cps")
 ]
+NEEDS = {
+    "distillation": {"teacher": "elsewhere"},
+    "gardo": {"auxiliary": ["darkness"], "diversity": "darkness"},
+}
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 
 
@@ -61,7 +65,7 @@ OWN = Algorithm(
 
 def keys_of(name, **rest):
     """The recipe's keys of an algorithm, with those that it cannot do without."""
-    return {"name": name, **({"teacher": "elsewhere"} if name == "distillation" else {}), **rest}
+    return {"name": name, **NEEDS.get(name, {}), **rest}
 
 
 def collect(ctx, updater, scorer, prompts, step):
@@ -147,6 +151,9 @@ ITS_OWN = {
     "dance_grpo": PPO | RATIO,
     "branch_grpo": PPO | RATIO,
     "tempflow_grpo": PPO | RATIO | {"kl/reference", "tempflow/weight"},
+    "gardo": PPO
+    | RATIO
+    | {"kl/reference", "reference/reset", "gardo/share", "gardo/gated_share", "gardo/diversity"},
     "grpo_guard": PPO | RATIO | {"guard/bias", "guard/ratio_deviation"},
     "flow_dppo": RATIO | {"dppo/divergence", "dppo/dropped"},
     "distillation": RATIO | {"kl/teacher"},

@@ -120,6 +120,18 @@ CASES = {
         {"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}},
         {"train": "lora", "rank": 2},
     ),
+    "gardo-lora": (
+        {
+            "algorithm": {
+                "name": "gardo",
+                "auxiliary": ["brightness"],
+                "diversity": "darkness",
+                "share": 0.19,
+            },
+            "reference": {"reset_every": 3, "reset_above": None},
+        },
+        {"train": "lora", "rank": 2},
+    ),
     "async-running": ({"advantages": {"running": True}, "mode": "async", "staleness": 2}, {}),
 }
 EIGHT_BIT = {

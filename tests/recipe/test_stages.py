@@ -286,6 +286,16 @@ REFUSED = [
         "leave 'tree' out",
     ),
     (
+        online("gardo", tree={"splits": [0]}),
+        "gardo reshapes those of whole samples",
+        "set algorithm.name to branch_grpo",
+    ),
+    (
+        {"kind": "offline", "reference": {"reset_every": 2}},
+        "reference.reset_every and reference.reset_above renew the reference",
+        "leave them out",
+    ),
+    (
         online("branch_grpo", tree={"splits": [0, 19]}),
         "tree.splits has 19",
         "sampler.steps = 20",

@@ -14,8 +14,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.base import RewardError
-from ebbflow.rewards.built_in.image_classifier import _prepare_pixels
 from ebbflow.rewards.combine import load_reward, load_scorer
+from ebbflow.rewards.pixels import prepare_with_processor
 
 LABELS = {0: "normal", 1: "unsafe", 2: "odd"}
 
@@ -53,7 +53,7 @@ def test_pixels_are_those_of_the_published_processing(folder):
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     # The published processing rounds resized pixels to bytes: half of 1 / 255, over a deviation
     # of .5.
-    assert (_prepare_pixels(scaled, settings) - expected).abs().max() < 0.008
+    assert (prepare_with_processor(scaled, settings) - expected).abs().max() < 0.008
 
 
 def test_scores_are_the_probabilities_of_the_label_with_gradient(folder):
@@ -63,7 +63,7 @@ def test_scores_are_the_probabilities_of_the_label_with_gradient(folder):
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     network = ViTForImageClassification.from_pretrained(folder).eval()
     with torch.no_grad():
-        expected = network(_prepare_pixels(pixels, settings)).logits.softmax(-1).numpy()
+        expected = network(prepare_with_processor(pixels, settings)).logits.softmax(-1).numpy()
     for index, label in LABELS.items():
         values = build(folder, classifier_label=label)(images, prompts).values
         assert values == pytest.approx(expected[:, index], abs=1e-5)

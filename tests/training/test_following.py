@@ -12,6 +12,7 @@ from training_cases import (
     FULL,
     GROUPS,
     LORA,
+    NFT,
     PAIRS,
     farthest,
     forward_rows,
@@ -469,3 +470,74 @@ def test_the_base_can_be_the_teacher_of_a_trained_policy(base_folder, model, sta
     assert not torch.equal(
         next(iter(trained.values())), next(iter(policy.copies["teacher"].values()))
     )
+
+
+@pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
+def test_the_reference_becomes_the_policy_after_so_many_steps(model, config):
+    keys = {"weight": 0.1, "penalty": "velocity", "reset_every": 2}
+    updater = updater_of(model, NFT, config, lr=0.5, reference=keys)
+    start = values(updater.policy)
+    batch = forward_rows(model, updater.stage)
+    resets = []
+    penalties = []
+    references = []
+    for _ in range(5):
+        penalties.append(updater.update_policy(batch, 2)["kl/reference"])
+        resets.append(updater.finish_step()["reference/reset"])
+        references.append(dict(updater.policy.copies["recent"]))
+    assert resets == [0, 1, 0, 1, 0]
+    assert same(references[0], start)
+    assert not same(references[1], start)
+    assert same(references[1], references[2])
+    assert not same(references[2], references[3])
+    # The base model stays what the drift is measured against.
+    assert same(updater.policy.copies["reference"], start)
+    # Nothing has moved since the start, or since a reset, and rounding is far below a step.
+    assert [penalty < 1e-10 for penalty in penalties] == [True, False, True, False, True]
+
+
+def test_the_reference_becomes_the_policy_once_the_penalty_is_above_its_limit(model):
+    keys = {"weight": 0.1, "penalty": "velocity", "reset_above": 1e-6}
+    updater = updater_of(model, NFT, lr=0.5, reference=keys)
+    batch = forward_rows(model, updater.stage)
+    # The first update of a step after a reset has a penalty of 0, so its step does not reset.
+    resets = []
+    for updates in (1, 2, 1, 1):
+        for _ in range(updates):
+            updater.update_policy(batch, 2)
+        resets.append(updater.finish_step()["reference/reset"])
+    assert resets == [0, 1, 0, 1]
+    far = updater_of(model, NFT, lr=0.5, reference=keys | {"reset_above": 1e6})
+    for _ in range(3):
+        far.update_policy(batch, 2)
+        assert far.finish_step() == {"reference/reset": 0.0}
+    assert updater_of(model, NFT).finish_step() == {}
+
+
+def test_a_reset_reference_comes_with_the_policy_folder_and_is_part_of_the_stage(ctx):
+    nft = {"algorithm": {"name": "diffusion_nft"}}
+    stage = ctx(online=nft | {"reference": {"weight": 0.1, "reset_every": 2}})
+    assert stage.following_copies == ("old", "recent")
+    assert ctx(online=nft).following_copies == ("old",)
+
+
+def test_a_reset_reference_goes_on_in_the_next_stage_of_the_algorithm(
+    base_folder, ctx, start, tmp_path
+):
+    stage = ctx(
+        online={
+            "algorithm": {"name": "diffusion_nft"},
+            "reference": {"weight": 0.1, "reset_every": 2},
+        }
+    )
+    policy, metadata = open_policy(stage, load_model(base_folder), start(FULL))
+    updater = PolicyUpdater(policy, stage.online_config, metadata, sgd(policy, 0.5))
+    take_steps(updater, 3)
+    recent = dict(policy.copies["recent"])
+    assert not same(recent, values(policy))
+    record = StageRecord(
+        label="x", algorithm="diffusion_nft", samples=0, optimizer_steps=3, seconds={}
+    )
+    save_policy(stage, updater, metadata, record, tmp_path / "trained")
+    again, _ = open_policy(stage, load_model(base_folder), tmp_path / "trained")
+    assert same(again.copies["recent"], recent)

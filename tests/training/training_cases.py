@@ -56,7 +56,7 @@ def updater_of(model, algorithm, config=FULL, lr=0.1, version=0, **stage):
     base model.
     """
     policy = Policy(model, config, 0)
-    for name in ("old", "sampling", "teacher", *(["ema"] if config.ema else [])):
+    for name in ("old", "sampling", "teacher", "recent", *(["ema"] if config.ema else [])):
         policy.ensure_copy(name)
     metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=version)
     return PolicyUpdater(policy, stage_of(algorithm, **stage), metadata, sgd(policy, lr))

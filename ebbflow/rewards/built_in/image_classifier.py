@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward
     from ebbflow.rewards.network import Score
 
-PROCESSOR = "preprocessor_config.json"
-CLASSIFIER_FILES = ("config.json", "model*.safetensors", PROCESSOR)
-MODES = {2: "bilinear", 3: "bicubic"}
-"""torch's names of Pillow's filters, which the processor names by number."""
+CLASSIFIER_FILES = ("config.json", "model*.safetensors", "preprocessor_config.json")
 
 
 class ImageClassifierConfig(PretrainedRewardConfig):
@@ -70,12 +67,16 @@ class ImageClassifier(NetworkReward):
         import torch
         from transformers import AutoModelForImageClassification
 
-        from ebbflow.rewards.pixels import scale_to_unit_range
+        from ebbflow.rewards.pixels import (
+            PROCESSOR_FILE,
+            prepare_with_processor,
+            scale_to_unit_range,
+        )
         from ebbflow.rewards.weights import load_network
 
         folder = self.list_files()[0].fetch_folder()
         network = load_network(AutoModelForImageClassification, folder)
-        processor = json.loads((folder / PROCESSOR).read_text())
+        processor = json.loads((folder / PROCESSOR_FILE).read_text())
         label = self._find_label(network.config.id2label, folder)
         # Labels that do not exclude each other have a probability each.
         has_several = network.config.problem_type == "multi_label_classification"
@@ -83,7 +84,8 @@ class ImageClassifier(NetworkReward):
         def compute_probabilities(images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
             if not isinstance(images, torch.Tensor):
                 images = scale_to_unit_range(images, network.device)
-            logits = network(pixel_values=_prepare_pixels(images, processor)).logits  # [n, labels]
+            pixels = prepare_with_processor(images, processor)
+            logits = network(pixel_values=pixels).logits  # [n, labels]
             probabilities: Tensor = logits.sigmoid() if has_several else logits.softmax(-1)
             return probabilities[:, label]
 
@@ -132,45 +134,3 @@ class ImageClassifier(NetworkReward):
             f"classifier_label = {self.config.classifier_label!r}: the classifier in {folder} knows"
             f" {', '.join(labels.values())}; name one of them"
         )
-
-
-def _prepare_pixels(images: Tensor, processor: dict[str, Any]) -> Tensor:
-    """Resize, crop and standardise RGB in [0, 1], [n, 3, height, width], as the processor says,
-    with gradient.
-
-    Raises:
-        RewardError: it says something that is not known here.
-    """
-    import torch
-    from torch.nn.functional import interpolate
-
-    size = processor.get("size", {})
-    mode = MODES.get(processor.get("resample", 2))
-    edge = size if isinstance(size, int) else size.get("shortest_edge")
-    if mode is None or not (edge or {"height", "width"} <= set(size)):
-        raise RewardError(
-            f"the classifier's {PROCESSOR} has size {size} and resample"
-            f" {processor.get('resample')}, which cannot be followed; take another classifier"
-        )
-    if isinstance(size, int):
-        shape = (size, size)
-    elif edge:
-        height, width = images.shape[2:]
-        shorter = min(height, width)
-        shape = (round(height * edge / shorter), round(width * edge / shorter))
-    else:
-        shape = (size["height"], size["width"])
-    images = interpolate(images, shape, mode=mode, antialias=True)
-    if processor.get("do_center_crop"):
-        crop = processor["crop_size"]
-        height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
-        top = (images.shape[2] - height) // 2
-        left = (images.shape[3] - width) // 2
-        images = images[..., top : top + height, left : left + width]
-    if not processor.get("do_normalize", True):
-        return images
-    mean, deviation = (
-        torch.tensor(processor[key], device=images.device).view(1, 3, 1, 1)
-        for key in ("image_mean", "image_std")
-    )
-    return (images - mean) / deviation

@@ -46,6 +46,7 @@ class StepSamples:
         advantages: [N]; of a tree [N, W], of each trained step; where each of K latents has its own
             [N, 1, K].
         latents: the final ones, [N, ...].
+        penalty_factor: float32 [N], of the reference penalty of each sample; None for 1.
         trajectory: the recorded steps after the rollout correction, where the kind records them.
         velocities: of the rollout with their graphs, where the update goes back through them.
         scorer: the rewards, where the kind needs their gradient.
@@ -61,6 +62,7 @@ class StepSamples:
     trajectory: Trajectory | None = None
     velocities: RolloutVelocities = ()
     scorer: Scorer | None = None
+    penalty_factor: np.ndarray | None = None
 
     # torch is imported inside: recipes read this file through the kinds, and need no tensors.
 

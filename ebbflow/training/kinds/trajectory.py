@@ -5,6 +5,7 @@ log-probability under the policy in training and under the old one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ebbflow.recipe.choices import WINDOW_KEYS, WindowConfig
@@ -102,6 +103,10 @@ class TrajectoryKind(TrainableKind):
             rows,
             torch.from_numpy(step.sample_index),
         )
+        if step.penalty_factor is not None:
+            # A sample's factor is that of all its rows.
+            factor = step.penalty_factor[self.find_samples(step, rows)]
+            batch = replace(batch, penalty_factor=torch.from_numpy(factor).to(batch.weight.device))
         if step.velocities:
             batch = reuse_rollout_forward(batch, rows, step.velocities)
         return batch, {}
