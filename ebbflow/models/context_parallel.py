@@ -29,15 +29,15 @@ in all networks of diffusers with such a text.
 """
 
 
-def share_tokens(model: Model, mesh: DeviceMesh) -> None:
+def share_tokens(model: Model, mesh: DeviceMesh) -> dist.ProcessGroup:
     """Have the ranks of the dimension ``ulysses`` compute each sample together, of a model that
-    ``require_shareable_tokens`` accepts.
+    ``require_shareable_tokens`` accepts; return their group.
 
     diffusers' ``enable_parallelism`` does the same on GPUs alone: it numbers them, and divides by
     zero where there are none.
     """
     adapter = cast("PipelineModel", model)
-    group = mesh["ulysses"]
+    group: dist.ProcessGroup = mesh["ulysses"].get_group()
     exchanges_heads = fits_ulysses(model, group.size())
     # With "anything", shares differ by a token where their number does not divide.
     config = ContextParallelConfig(
@@ -45,14 +45,15 @@ def share_tokens(model: Model, mesh: DeviceMesh) -> None:
     )
     parallel = ParallelConfig(context_parallel_config=config)
     parallel.setup(dist.get_rank(), dist.get_world_size(), device_of(model), mesh=mesh)
-    gathered = None if exchanges_heads else GatheredKeys(group.get_group())
+    gathered = None if exchanges_heads else GatheredKeys(group)
     let_backends_gather_keys()
     for processor in _attention_processors(model):
         processor._parallel_config = gathered or parallel
     for network in adapter.list_networks():
         plan = adapter.plan_shared_tokens(network)
         if gathered:
-            # diffusers gathers shares of several sizes on a GPU alone: it numbers them there.
+            # diffusers' own gathering of unequal shares works on GPUs alone: it exchanges their
+            # sizes there, with gloo as well.
             for name in [name for name, part in plan.items() if not isinstance(part, dict)]:
                 network.get_submodule(name).register_forward_hook(gathered.gather_output)
                 del plan[name]
@@ -61,6 +62,7 @@ def share_tokens(model: Model, mesh: DeviceMesh) -> None:
     # the tokens of a prompt could not be exchanged for heads.
     if adapter.text_multiple and exchanges_heads:
         adapter.text_multiple = config.ulysses_degree
+    return group
 
 
 def fits_ulysses(model: Model, ranks: int) -> bool:

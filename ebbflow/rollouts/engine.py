@@ -25,6 +25,7 @@ from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.rollouts.quantization import quantize_linears
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify_committed_folder
+from ebbflow.training.distributed import Ranks, gather_objects
 from ebbflow.training.policy import Policy
 
 PATHS = {
@@ -169,9 +170,21 @@ class Diffusers:
         parts = split_into_equal_passes(len(keys), self.micro_batch)
         if self.with_sound:
             rollouts = replace(rollouts, sounds=decode_sounds(model, rollouts.latents))
-        return rollouts, np.concatenate(
-            [model.decode_latents(rollouts.latents[part]) for part in parts]
-        )
+        return rollouts, np.concatenate(self._decode_parts(rollouts.latents, parts))
+
+    def _decode_parts(self, latents: Tensor, parts: Sequence[slice]) -> list[np.ndarray]:
+        """Decode each part of the latents, [N, ...], with the ranks that share their tokens: all of
+        them have the whole latents, and each decodes some parts.
+        """
+        num_ranks = self.policy.context_parallel
+        place = Ranks.current().rank % num_ranks
+        decoded = [
+            self.policy.model.decode_latents(latents[part]) for part in parts[place::num_ranks]
+        ]
+        if num_ranks == 1:
+            return decoded
+        of_ranks = gather_objects(decoded, self.policy.row_group)
+        return [of_ranks[index % num_ranks][index // num_ranks] for index in range(len(parts))]
 
     def close(self) -> None:
         """There is nothing outside this process."""

@@ -382,12 +382,12 @@ def broadcast_object(value: Any, sender: int) -> Any:
     return values[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Return what each rank has, in their order; all of them ask."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what each rank, of a group or of all, has, in their order; all of them ask."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * Ranks.current().world
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 

@@ -25,6 +25,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from ebbflow.models.base import Model, device_of, trained_networks
@@ -116,9 +117,10 @@ class Policy:
             add_lora(model, config, seed)
         else:
             choose_trained_layers(model, config)
+        self.row_group: ProcessGroup | None = None
         if context_parallel > 1:
             require_shareable_tokens(model, context_parallel)
-            share_tokens(model, build_row_mesh(context_parallel))
+            self.row_group = share_tokens(model, build_row_mesh(context_parallel))
         adapters = move_to_meta(model) if pending and self.sharded else {}
         if self.sharded:
             shard_model(model, config.train == "full", replicas, cpu_offload, fsdp)

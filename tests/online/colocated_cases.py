@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import signal
@@ -10,18 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.schema import PROMPTS
+from ebbflow.models.pipeline import PipelineModel
 from ebbflow.online import loop
 from ebbflow.online.loop import train_online_folder
 from ebbflow.online.messages import RolloutBatch
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.families import FAMILIES
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
@@ -119,9 +124,20 @@ def recipe_of(case: str, placement: str, **online: Any) -> Recipe:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Write what a stage reads beside its base model."""
-    table = pa.Table.from_pylist([vars(prompt) for prompt in make_prompts()], PROMPTS)
-    write_prompts(table, folder / "prompts.parquet")
+    """Write what a stage reads beside its base model: prompts, and prompts with images to edit."""
+    rows = [vars(prompt) for prompt in make_prompts()]
+    write_prompts(pa.Table.from_pylist(rows, PROMPTS), folder / "prompts.parquet")
+    # 25 tokens of 16 x 16 pixels, which two ranks cannot divide.
+    edits = [row | {"image": make_picture(row["prompt_id"])} for row in rows]
+    write_prompts(pa.Table.from_pylist(edits, PROMPTS), folder / "edits.parquet")
+
+
+def make_picture(seed: int) -> bytes:
+    """Make a PNG of 80 x 80 pixels in smooth colours."""
+    small = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(small).resize((80, 80), Image.Resampling.BICUBIC).save(file, "PNG")
+    return file.getvalue()
 
 
 def run_stage(
@@ -138,11 +154,14 @@ def run_stage(
 
     Returns:
         The digest of each sample of each step by its key, of rank 0; metrics that no clock changes;
-        the digest of the policy.
+        the digest of the policy; the number of samples that this process decoded, of the families
+        of diffusers.
     """
     ctx = StageContext(recipe, 0, 0)
     ranks = Ranks.current()
     start = folder / f"start-{name}"
+    edits_images = FAMILIES[recipe.model.family].edits_images
+    prompts = "edits.parquet" if edits_images else "prompts.parquet"
     if ranks.rank == 0 and not start.exists():
         write_base_policy(start, verify_folder(base), recipe.digest, recipe.policy)
     ranks.wait_for_all()
@@ -150,6 +169,12 @@ def run_stage(
     samples: dict[str, str] = {}
     latents: dict[str, Tensor] = {}
     next_batch = RolloutQueue.next_batch
+    decode_latents = PipelineModel.decode_latents
+    decoded: list[int] = []
+
+    def count_decoded(model: PipelineModel, latents: Tensor) -> np.ndarray:
+        decoded.append(len(latents))
+        return decode_latents(model, latents)
 
     async def watch_batch(queue: RolloutQueue, version: int) -> RolloutBatch:
         before_step(version)
@@ -166,10 +191,11 @@ def run_stage(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),)))
         patch.setattr(RolloutQueue, "next_batch", watch_batch)
+        patch.setattr(PipelineModel, "decode_latents", count_decoded)
         trained = folder / f"trained-{name}"
         train_online_folder(
             ctx,
-            StageFolders(base, start, folder / "prompts.parquet", trained),
+            StageFolders(base, start, folder / prompts, trained),
             recorder,
             checkpoints=Checkpoints(ctx, folder / f"checkpoints-{name}"),
             replicas=replicas,
@@ -182,7 +208,12 @@ def run_stage(
         {key: value for key, value in row.items() if not key.startswith(TIMED)}
         for row in recorder.metrics_rows
     ]
-    return {"samples": samples, "metrics": metrics, "policy": verify_folder(trained)}
+    return {
+        "samples": samples,
+        "metrics": metrics,
+        "policy": verify_folder(trained),
+        "decoded": sum(decoded),
+    }
 
 
 def digest_sample(rollouts: Rollouts, row: int) -> str:
