@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ COST = SampleCost(
     noise=0.5,
     images=1.5,
     statistics=0.25,
+    engine=0.002,
 )
 
 
@@ -32,6 +34,16 @@ def test_what_takes_longer_than_the_network_is_waited_for() -> None:
     assert COST.on_path == pytest.approx(0.01 + 0.02 + 0.03 + 0.5)
     assert COST.share == pytest.approx(0.56)
     assert COST.serial_share == pytest.approx(0.06 + 0.5 + 1.5 + 0.25)
+
+
+def test_the_socket_of_an_engine_is_a_share_of_its_own() -> None:
+    assert COST.engine_share == pytest.approx(0.002)
+    (row,) = [
+        line for line in format_part({"a size": COST}, "`it`").splitlines() if "socket, ad" in line
+    ]
+    assert row.endswith("(wanted ≤ 1 %) | 0.20 % |")
+    picture = np.zeros((8, 8, 3), np.uint8)
+    assert free_network.measure_engine_seconds(torch.Size((1, 4, 4)), 3, 2, picture) > 0
 
 
 def test_the_free_network_is_asked_as_often_as_a_real_one() -> None:
