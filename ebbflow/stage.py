@@ -80,6 +80,7 @@ class StageContext:
     @property
     def following_copies(self) -> tuple[FollowingName, ...]:
         """The copies of the stage's policy that follow it, as ``old``."""
+        # The reference is a key of the stage, so its copy is none of the algorithm's.
         copies = self.algorithm.list_following_copies(self.config.hyper_parameters)
         return (*copies, "recent") if self.config.reference.is_reset else copies
 

@@ -36,6 +36,7 @@ def compute_penalty(
     the reference at the same points, [M, ...].
     """
     divergence = _compute_divergence(config, rows, velocity, reference)
+    # A factor of 0 leaves the row free; the others make up for it, so that the mean is over them.
     if isinstance(rows, TrajectoryRows) and rows.penalty_factor is not None:
         return rows.penalty_factor * divergence
     return divergence

@@ -44,7 +44,9 @@ def compute_step_advantages(
     reshape = ctx.algorithm.reshape
     if reshape is None:
         return advantages
+    # Every column, also those of rewards without weight, which ``weights`` leaves out.
     scores = StepScores(batch.scores.reward, batch.scores.metrics, batch.prompt_ids)
+    # Metrics of rewards are known only now that they have scored.
     for name in ctx.config.hyper_parameters.read_columns:
         if name not in scores.columns:
             raise RewardError(

@@ -134,6 +134,7 @@ class Scorer:
     @property
     def reward_weights(self) -> dict[str, float]:
         """The weight of each trained reward, by its column."""
+        # Those of weight 0 score, and have no part in advantages.
         return {reward.name: weight for reward, weight in self.rewards if weight}
 
     @property

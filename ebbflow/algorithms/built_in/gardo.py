@@ -150,6 +150,7 @@ def reshape_advantages(
 
     keep = advantages.keep
     # A sample without one of the scores is not gated, and its advantage stays.
+    # [C, N]: the auxiliary rewards, and the diversity where there is one.
     columns = np.stack([scores.columns[name] for name in config.read_columns])
     is_known = np.isfinite(scores.reward) & np.isfinite(columns).all(0)
     is_gated = np.zeros(len(keep), np.bool_)
@@ -190,6 +191,7 @@ def compute_uncertainty(reward: np.ndarray, auxiliary: list[np.ndarray]) -> np.n
     """
     import numpy as np
 
+    # Ranks and not scores: rewards have scales of their own.
     # Whole numbers until the end: a rounded 0 could fall on either side of the gate's U >= 0.
     others = np.mean([_count_wins(values) for values in auxiliary], axis=0)
     difference: np.ndarray = _count_wins(reward) - others
@@ -210,6 +212,7 @@ def choose_gate(uncertainty: np.ndarray, config: GARDOConfig, memory: dict[str, 
     """
     import numpy as np
 
+    # Over all of them the mean would be 0 wherever no scores are equal, and say nothing.
     overrated = uncertainty[uncertainty >= 0]
     if not len(overrated):
         return float("inf")
@@ -221,6 +224,7 @@ def choose_gate(uncertainty: np.ndarray, config: GARDOConfig, memory: dict[str, 
         share *= 1 + RATE
     elif earlier and mean < min(earlier):
         share *= 1 - RATE
+    # Bounded: without an end, a long run would penalise all samples or none.
     share = min(max(share, config.min_share), config.max_share)
     # Kept by checkpoints, so that a stage that resumes has the share of one that never stopped.
     memory["share"] = share

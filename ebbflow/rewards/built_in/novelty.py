@@ -87,6 +87,7 @@ class Novelty(PretrainedReward):
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         """Score the images of one prompt, at least two."""
+        # A network sees what a picture shows, pixels only where it is light and dark.
         if self.config.path:
             features = self._score_in_batches(images, prompts)
         else:
