@@ -14,8 +14,9 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import Champion, Evaluation, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch_artifact, make_node_output
-from tasks.resources import accelerated_resources
+from tasks.files import fetch_artifact_once, make_node_output
+from tasks.generating_group import join_generating_group, open_node_run_once
+from tasks.resources import generating_resources
 from tasks.types import (
     AnchorPolicy,
     BaseModelArtifact,
@@ -25,7 +26,7 @@ from tasks.types import (
 )
 
 
-@task(cache=ONCE_PER_RUN, **accelerated_resources())
+@task(cache=ONCE_PER_RUN, **generating_resources())
 def evaluate_champion(
     recipe: Recipe,
     run: TrackedRun,
@@ -36,22 +37,31 @@ def evaluate_champion(
     """Evaluate the champion, or return ``before``, the evaluation of the run's own start, if there
     is no champion yet; and the anchor, unless that is the champion.
     """
-    from ebbflow.data.prompts import read_prompts
+    with join_generating_group(recipe):
+        return _evaluate_both(recipe, run, base, prompts, before)
+
+
+def _evaluate_both(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    prompts: FlyteFile,
+    before: EvaluatedPolicy,
+) -> ChampionPolicy:
+    """Evaluate champion and anchor as one rank of the group."""
     from ebbflow.registry.lookup import find_anchor, find_champion
-    from ebbflow.registry.trained_prompts import describe_trained_prompts
+    from ebbflow.training.rounds import call_on_first
 
     model_name = recipe.promotion.model_name
-    champion = find_champion(run.tracking_uri, model_name)
+    # All ranks evaluate the version that one of them has read: it may change meanwhile.
+    champion = call_on_first(lambda: find_champion(run.tracking_uri, model_name))
     if champion is None:
         return ChampionPolicy(version=None, evaluated=before)
-    held_out = read_prompts(fetch_artifact(prompts), "held_out")
-    trained = describe_trained_prompts(run.tracking_uri, model_name, held_out)
-    if trained:
-        warnings.warn(trained, stacklevel=1)
+    call_on_first(lambda: _warn_of_trained_prompts(recipe, run, prompts))
     label = f"champion v{champion.version}"
     evaluated = _evaluate_version(recipe, run, base, prompts, champion, label)
     anchor = None
-    version = find_anchor(run.tracking_uri, model_name)
+    version = call_on_first(lambda: find_anchor(run.tracking_uri, model_name))
     if recipe.promotion.anchor_tolerance is None:
         pass
     elif version is None:
@@ -71,6 +81,17 @@ def evaluate_champion(
     )
 
 
+def _warn_of_trained_prompts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile) -> None:
+    """Warn of held-out prompts that the champion was trained on."""
+    from ebbflow.data.prompts import read_prompts
+    from ebbflow.registry.trained_prompts import describe_trained_prompts
+
+    held_out = read_prompts(fetch_artifact_once(prompts), "held_out")
+    trained = describe_trained_prompts(run.tracking_uri, recipe.promotion.model_name, held_out)
+    if trained:
+        warnings.warn(trained, stacklevel=1)
+
+
 def _evaluate_version(
     recipe: Recipe,
     run: TrackedRun,
@@ -82,23 +103,25 @@ def _evaluate_version(
     """Evaluate a registered version."""
     from ebbflow.evaluation.evaluate import evaluate_folder, require_same_image_size
     from ebbflow.registry.download import download_champion_folders
-    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_evaluation
+    from ebbflow.training.rounds import call_on_first
 
     # "champion evaluation" and "anchor evaluation", whichever version that is.
     node = f"{label.split()[0]} evaluation"
-    samples = make_node_output(run, node, "samples.parquet")
-    downloaded = make_node_output(run, node, label.split()[0])
-    with open_node_run(run, node) as run_logger:
+    samples = call_on_first(lambda: make_node_output(run, node, "samples.parquet"))
+    downloaded = call_on_first(lambda: make_node_output(run, node, label.split()[0]))
+    with open_node_run_once(run, node) as run_logger:
+        base_folder = fetch_artifact_once(base.folder)
         # A champion may have been trained from another base model than this run's.
-        version_base, policy = download_champion_folders(
-            version, downloaded, fetch_artifact(base.folder)
+        version_base, policy = call_on_first(
+            lambda: download_champion_folders(version, downloaded, base_folder)
         )
         require_same_image_size(recipe, policy)
         evaluation = evaluate_folder(
-            recipe, version_base, policy, fetch_artifact(prompts), label, samples, run.look
+            recipe, version_base, policy, fetch_artifact_once(prompts), label, samples, run.look
         )
-        log_evaluation(run_logger, evaluation, samples)
+        if run_logger:
+            log_evaluation(run_logger, evaluation, samples)
     return _wrap_evaluation(policy, evaluation, samples)
 
 
@@ -117,28 +140,31 @@ def _find_base_anchor(
     """Evaluate the base model, unless the run starts from it and has done so."""
     from ebbflow.evaluation.evaluate import evaluate_folder
     from ebbflow.storage.artifacts import verify_folder
-    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_evaluation
     from ebbflow.training.policy_metadata import write_base_policy
+    from ebbflow.training.rounds import call_on_first
 
     label = "the base model"
     if recipe.policy.start is None:
         return AnchorPolicy(label=label, evaluated=before)
     node = "anchor evaluation"
-    samples = make_node_output(run, node, "samples.parquet")
-    policy = make_node_output(run, node, "policy")
-    with open_node_run(run, node) as run_logger:
-        base_folder = fetch_artifact(base.folder)
-        write_base_policy(
-            policy,
-            verify_folder(base_folder),
-            recipe.digest,
-            recipe.policy,
-            recipe.model,
-            recipe.evaluation,
+    samples = call_on_first(lambda: make_node_output(run, node, "samples.parquet"))
+    policy = call_on_first(lambda: make_node_output(run, node, "policy"))
+    with open_node_run_once(run, node) as run_logger:
+        base_folder = fetch_artifact_once(base.folder)
+        call_on_first(
+            lambda: write_base_policy(
+                policy,
+                verify_folder(base_folder),
+                recipe.digest,
+                recipe.policy,
+                recipe.model,
+                recipe.evaluation,
+            )
         )
         evaluation = evaluate_folder(
-            recipe, base_folder, policy, fetch_artifact(prompts), label, samples, run.look
+            recipe, base_folder, policy, fetch_artifact_once(prompts), label, samples, run.look
         )
-        log_evaluation(run_logger, evaluation, samples)
+        if run_logger:
+            log_evaluation(run_logger, evaluation, samples)
     return AnchorPolicy(label=label, evaluated=_wrap_evaluation(policy, evaluation, samples))

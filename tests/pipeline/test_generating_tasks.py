@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -11,8 +13,10 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.prompts import write_prompts
+from ebbflow.data.records import Champion
 from ebbflow.data.schema import PROMPTS
 from ebbflow.recipe import Recipe
+from ebbflow.registry import download, lookup, trained_prompts
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table
 from ebbflow.tracking.parent_run import start_run
@@ -20,9 +24,10 @@ from ebbflow.training.policy_metadata import write_base_policy
 from tasks import elastic, resources
 from tasks.deployment import DeploymentConfig
 from tasks.elastic import EveryGpu, EveryGpuTask
+from tasks.evaluate_champion import evaluate_champion
 from tasks.evaluate_policy import evaluate_policy
 from tasks.resources import LAUNCHER, generating_resources
-from tasks.types import BaseModelArtifact, TrainedPolicy
+from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 from tests.forked import separate_fork_server
 from tests.glyph_stages import small_stage
 
@@ -62,9 +67,11 @@ def test_the_gpus_of_the_pod_say_how_many_processes_generate(
     assert started == [processes]
 
 
-def test_the_task_evaluates_with_two_processes_what_one_does(
+@pytest.fixture
+def inputs(
     base_folder: Path, make_prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> dict[str, Any]:
+    """The inputs of an evaluation of the base model on eight prompts."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     recipe = Recipe.model_validate(
         {
@@ -76,25 +83,64 @@ def test_the_task_evaluates_with_two_processes_what_one_does(
         }
     )
     table = tmp_path / "prompts.parquet"
-    start = tmp_path / "start"
     prompts = [*make_prompts(3, "validation"), *make_prompts(5, "held_out")]
     rows = [{**vars(prompt), "prompt_id": index} for index, prompt in enumerate(prompts)]
     write_prompts(pa.Table.from_pylist(rows, PROMPTS), table)
-    write_base_policy(start, verify_folder(base_folder), recipe.digest, recipe.policy)
-    inputs = {
+    base = FlyteDirectory(str(base_folder))
+    return {
         "recipe": recipe,
         "run": start_run(recipe, None),
-        "base": BaseModelArtifact(
-            folder=FlyteDirectory(str(base_folder)), seconds=0, finished_at=0
-        ),
-        "policy": TrainedPolicy(folder=FlyteDirectory(str(start))),
+        "base": BaseModelArtifact(folder=base, seconds=0, finished_at=0),
         "prompts": FlyteFile(str(table)),
     }
-    alone = evaluate_policy(**inputs, label="alone")
+
+
+@pytest.fixture
+def policy(inputs: dict[str, Any], base_folder: Path, tmp_path: Path) -> Path:
+    recipe = inputs["recipe"]
+    write_base_policy(tmp_path / "start", verify_folder(base_folder), recipe.digest, recipe.policy)
+    return tmp_path / "start"
+
+
+def run_on_two_gpus(work: Any, monkeypatch: pytest.MonkeyPatch, **inputs: Any) -> Any:
+    """Run a task as in a pod with two GPUs."""
     monkeypatch.setattr(elastic, "count_gpus", lambda: 2)
-    launched = EveryGpuTask(EveryGpu(**LAUNCHER), evaluate_policy.task_function)
     with separate_fork_server():
-        shared = launched.execute(**inputs, label="shared")
-    assert shared.evaluation.held_out == alone.evaluation.held_out
-    assert shared.evaluation.policy_digest == alone.evaluation.policy_digest
-    assert read_table(Path(shared.samples.path)).equals(read_table(Path(alone.samples.path)))
+        return EveryGpuTask(EveryGpu(**LAUNCHER), work.task_function).execute(**inputs)
+
+
+def require_same_evaluation(evaluated: EvaluatedPolicy, alone: EvaluatedPolicy) -> None:
+    """Check both what an evaluation says and its table."""
+    assert evaluated.evaluation.held_out == alone.evaluation.held_out
+    assert evaluated.evaluation.policy_digest == alone.evaluation.policy_digest
+    table, table_alone = (read_table(Path(side.samples.path)) for side in (evaluated, alone))
+    assert table.equals(table_alone)
+
+
+def test_a_policy_and_the_champion_are_evaluated_with_two_processes_as_with_one(
+    inputs: dict[str, Any], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = TrainedPolicy(folder=FlyteDirectory(str(policy)))
+    alone = evaluate_policy(**inputs, policy=trained, label="alone")
+    shared = run_on_two_gpus(evaluate_policy, monkeypatch, **inputs, policy=trained, label="shared")
+    require_same_evaluation(shared, alone)
+
+    asked = tmp_path / "asked"
+
+    def find_champion(uri: str, name: str) -> Champion:
+        with asked.open("a") as file:
+            file.write(os.environ["RANK"])
+        digests = {"recipe_digest": "r", "base_digest": "b"}
+        return Champion(tracking_uri=uri, model_name=name, version="3", run_id="run", **digests)
+
+    base = Path(inputs["base"].folder.path)
+    monkeypatch.setattr(lookup, "find_champion", find_champion)
+    monkeypatch.setattr(lookup, "find_anchor", lambda uri, name: find_champion(uri, name))
+    monkeypatch.setattr(trained_prompts, "describe_trained_prompts", lambda *inputs: "")
+    monkeypatch.setattr(
+        download, "download_champion_folders", lambda version, into, own: (base, policy)
+    )
+    champion = run_on_two_gpus(evaluate_champion, monkeypatch, **inputs, before=alone)
+    assert champion.version == "3"
+    require_same_evaluation(champion.evaluated, alone)
+    assert asked.read_text() == "00", "another rank could read another champion"
