@@ -46,6 +46,7 @@ class RolloutRequest:
         cache: of features, for samples to train on; a validation has none.
         quantization: of the network, likewise.
         task: name of the call in the timeline.
+        with_sound: whether to decode the sound of the samples: something scores it.
         profiled: whether to profile the call.
     """
 
@@ -61,6 +62,7 @@ class RolloutRequest:
     size: Size | None = None
     cache: FeatureCacheConfig | None = None
     quantization: Quantization | None = None
+    with_sound: bool = False
 
     @property
     def tree_nodes(self) -> np.ndarray:

@@ -25,6 +25,7 @@ from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
 from ebbflow.online.timeline import Timeline
 from ebbflow.plots.images import PICTURED, build_image_grid, format_caption
 from ebbflow.rewards.combine import ScoreTable
+from ebbflow.rewards.samples import reads_any
 from ebbflow.stage import MetricsLogger, StageContext
 
 
@@ -232,6 +233,7 @@ def build_validation_requests(
     """
     sampler = ctx.recipe.evaluation.sampler_with_steps
     size = ctx.config.micro_batch
+    scored = [*ctx.branch_recipe.rewards, *ctx.branch_recipe.guardrails]
     batches = [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
     return [
         RolloutRequest(
@@ -243,6 +245,7 @@ def build_validation_requests(
             sampler,
             None,
             task="validation",
+            with_sound=reads_any(scored, "sounds"),
         )
         for batch in batches
     ]

@@ -54,6 +54,7 @@ from ebbflow.online.tracing import TraceSpan
 from ebbflow.online.workers import CallFailed, ResultLost, StageError, StageWorkers
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import ScoreTable
+from ebbflow.rewards.samples import reads_any
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.seeding import Stream, make_generator
 from ebbflow.stage import StageContext
@@ -314,6 +315,8 @@ class RolloutQueue:
                 size=size,
                 cache=ctx.online_config.rollout_cache,
                 quantization=ctx.online_config.rollout_quantization,
+                # Guardrails are scored in validations alone.
+                with_sound=reads_any(ctx.branch_recipe.rewards, "sounds"),
             )
             requests.append(request)
         return requests

@@ -56,6 +56,8 @@ class RolloutWorker:
             generate = partial(
                 self.engine.generate, cache=request.cache, quantization=request.quantization
             )
+        if request.with_sound and isinstance(self.engine, Diffusers):
+            generate = partial(generate, with_sound=True)
         generate = partial(generate, **build_text_arguments(self.engine, request.prompts))
         with (
             self.timer.time_task(request.task, request.step, request.profiled),

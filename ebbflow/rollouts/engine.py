@@ -20,7 +20,6 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.plugins import check_members, import_object
 from ebbflow.recipe.rollout_cache import FeatureCacheConfig, Quantization
-from ebbflow.rewards.samples import reads_any
 from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.rollouts.quantization import quantize_linears
 from ebbflow.stage import StageContext
@@ -115,8 +114,6 @@ class Diffusers:
         self.with_graph = with_graph
         self.micro_batch = ctx.config.micro_batch
         self.precision = ctx.config.rollout_precision
-        recipe = ctx.branch_recipe
-        self.with_sound = reads_any([*recipe.rewards, *recipe.guardrails], "sounds")
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.policy.assign_parameters(weights)
@@ -129,9 +126,10 @@ class Diffusers:
         plan: Plan | None = None,
         cache: FeatureCacheConfig | None = None,
         quantization: Quantization | None = None,
+        with_sound: bool = False,
     ) -> tuple[Rollouts, np.ndarray]:
         """As the protocol; ``cache`` as of ``generate_samples``, for samples to train on, and the
-        network quantised likewise.
+        network quantised likewise; with the sounds of the samples where something scores them.
 
         Raises:
             ValueError: a plan, whose log-probs must be those of the network, with either.
@@ -168,7 +166,7 @@ class Diffusers:
         # As many at once as were denoised: a convolution may take another kernel for another batch
         # size, as on Intel CPUs.
         parts = split_into_equal_passes(len(keys), self.micro_batch)
-        if self.with_sound:
+        if with_sound:
             rollouts = replace(rollouts, sounds=decode_sounds(model, rollouts.latents))
         return rollouts, np.concatenate(self._decode_parts(rollouts.latents, parts))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,9 @@ from transformers import AutoTokenizer, ClapConfig, ClapFeatureExtractor, ClapMo
 from benchmarks.tiny_models.tokenizers import build_qwen_tokenizer
 from ebbflow.data.images import encode_pngs
 from ebbflow.data.sounds import SoundError, Sounds, attach_sounds, read_sounds
+from ebbflow.online.monitor import build_validation_requests
+from ebbflow.online.prompt_sampler import PromptSampler
+from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.recipe import Recipe
 from ebbflow.recipe.registry import configure_reward
@@ -18,6 +23,7 @@ from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.built_in.clap import resample
 from ebbflow.rewards.combine import Scorer, load_reward
 from ebbflow.rewards.samples import SoundedVideos, join_sounds
+from ebbflow.stage import StageContext
 
 FRAMES = 24
 SEGMENT = 100
@@ -252,3 +258,24 @@ def test_a_tone_is_the_same_at_another_rate(rate, target):
 def test_a_tone_above_what_the_rate_can_hold_is_silent():
     wave = np.sin(2 * np.pi * 9000 * np.arange(24000) / 24000)[None].astype(np.float32)
     assert np.abs(resample(wave, 24000, 16000)).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("guardrails", "rewards", "training", "validation"),
+    [
+        ([], ["jpeg_compressibility"], False, False),
+        ([f"{__name__}:Loudness"], ["jpeg_compressibility"], False, True),
+        ([], [f"{__name__}:Loudness"], True, True),
+    ],
+    ids=["nothing hears", "a guardrail hears", "a reward hears"],
+)
+def test_sound_is_decoded_where_something_scores_it(
+    make_recipe, make_prompts, guardrails, rewards, training, validation
+):
+    """Guardrails are scored in validations alone."""
+    ctx = StageContext(make_recipe(online={}, rewards=rewards, guardrails=guardrails), 0, 0)
+    sampler = PromptSampler(ctx, make_prompts(9))
+    queue = RolloutQueue(ctx, SimpleNamespace(steps_before=0), sampler, lambda wanted: None)
+    assert {request.with_sound for request in queue.build_requests(0)} == {training}
+    (request,) = build_validation_requests(ctx, make_prompts(2), lambda batch: None, version=0)
+    assert request.with_sound == validation
