@@ -23,6 +23,7 @@ from ebbflow.estimate.measured import check_once
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.base import iter_leaves
+from ebbflow.recipe.base_folder import ModelError, check_folder
 from ebbflow.recipe.branches import BRANCH
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, find_picture_size, resize_model
@@ -355,22 +356,15 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
     elif model.path and "://" not in model.path and not model.is_on_hub:
         if on_cluster:
             raise RecipeError(f"model.path = {model.path!r} {LOCAL_PATH}")
-        check_once(model, "folder", partial(_check_folder, model.path, model.family))
+        check_folder(Path(model.path), model.family)
     # A family of a fixed size, such as glyph, never comes here: its recipe cannot set one.
     if model.family in FAMILIES and (model.height or model.width or model.frames > 1):
         check_once(model, "size", partial(_check_size, "model", model))
 
 
-def _check_folder(path: str, family: str) -> None:
-    from ebbflow.models import check_folder  # imports torch
-
-    check_folder(Path(path), family)
-
-
 def _check_size(key: str, model: ModelConfig) -> None:
     """Check that the model can generate the size that a section of the recipe sets."""
-    from ebbflow.models import ModelError  # as above
-    from ebbflow.models.sizes import check_size
+    from ebbflow.models.sizes import check_size  # imports torch
 
     try:
         check_size(model)

@@ -152,6 +152,17 @@ def test_importing_recipes_loads_no_heavy_library() -> None:
     assert not recipes.loaded & {"torch", "mlflow", "pandas", "pyarrow", "numpy"}
 
 
+def test_a_check_of_a_base_model_folder_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    recipe = {"output": str(tmp_path), "model": {"family": "flux", "path": str(tmp_path)}}
+    (checked,) = _after(
+        "from ebbflow.preflight import check_recipe; from ebbflow.recipe import Recipe;"
+        f"check_recipe(Recipe.model_validate({recipe!r}), '', on_cluster=False)"
+    )
+    assert "pyarrow" in checked.loaded, "nothing was checked"
+    assert not checked.loaded & {"torch", "diffusers", "transformers", "mlflow"}
+
+
 def test_datasets_is_no_package() -> None:
     assert (ROOT / "datasets").is_dir()
     assert not list((ROOT / "datasets").rglob("__init__.py")), (

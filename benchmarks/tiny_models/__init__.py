@@ -21,7 +21,7 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar as silence_transformers
 
 from ebbflow.models.base import ModelError
-from ebbflow.models.folder import find_index
+from ebbflow.recipe.base_folder import find_index
 from ebbflow.recipe.plugins import import_object
 from ebbflow.storage.artifacts import check_replaceable
 

@@ -11,7 +11,7 @@ from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 from benchmarks.tiny_models.flux2_klein import flux2_klein
 from benchmarks.tiny_models.tokenizers import build_mistral_tokenizer
-from ebbflow.models.folder import INDEX
+from ebbflow.recipe.base_folder import INDEX
 
 WIDTH = 16
 LAYERS = 31

@@ -12,7 +12,7 @@ from benchmarks.tiny_models.flux2_klein import flux2_klein
 from benchmarks.tiny_models.parts import build_qwen3_vl
 from benchmarks.tiny_models.tokenizers import build_qwen3_tokenizer
 from ebbflow.models.families.flux3 import Flux3Model
-from ebbflow.models.folder import MODULAR_INDEX
+from ebbflow.recipe.base_folder import MODULAR_INDEX
 
 WIDTH = 16
 LAYERS = 32

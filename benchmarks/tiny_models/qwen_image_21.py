@@ -15,7 +15,7 @@ from diffusers import (
 from benchmarks.tiny_models.parts import build_qwen3_vl
 from benchmarks.tiny_models.tokenizers import build_qwen3_tokenizer
 from ebbflow.models.families.qwen_image_21 import TextOnlyProcessor
-from ebbflow.models.folder import INDEX
+from ebbflow.recipe.base_folder import INDEX
 
 WIDTH = 32
 

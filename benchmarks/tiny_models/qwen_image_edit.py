@@ -9,7 +9,7 @@ from diffusers import QwenImagePipeline
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from benchmarks.tiny_models.qwen_image import qwen_image
-from ebbflow.models.folder import INDEX
+from ebbflow.recipe.base_folder import INDEX
 
 
 def qwen_image_edit() -> QwenImagePipeline:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from ebbflow.commands.errors import import_model_error
 from ebbflow.commands.options import PROCESSES
 from ebbflow.estimate.gpus import GPU_TYPES
 from ebbflow.recipe import RecipeError, load_recipe
+from ebbflow.recipe.base_folder import ModelError
 
 
 @click.command()
@@ -58,9 +58,7 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
             resolved, processes, sizes, sample, 1, "full", context_parallel, evaluated
         )
         click.echo(describe_estimate(result, tflops))
-    except (RecipeError, SizeError) as error:
-        sys.exit(str(error))
-    except import_model_error() as error:
+    except (RecipeError, SizeError, ModelError) as error:
         sys.exit(str(error))
 
 
@@ -120,7 +118,5 @@ def plan(
         # For one process: the plan itself divides the work between processes.
         result = estimate_from_sizes(resolved, 1, sizes, sample)
         click.echo(describe_plans(result, gpus, tflops, timeline, network, gpu, price))
-    except (RecipeError, SizeError, PlanError) as error:
-        sys.exit(str(error))
-    except import_model_error() as error:
+    except (RecipeError, SizeError, PlanError, ModelError) as error:
         sys.exit(str(error))

@@ -15,10 +15,10 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ebbflow.commands.errors import import_model_error
 from ebbflow.commands.options import PROCESSES
 from ebbflow.formatting import first_doc_paragraph
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.base_folder import ModelError
 from ebbflow.recipe.choices import WINDOWS
 from ebbflow.recipe.defaults import (
     list_published_defaults,
@@ -60,9 +60,7 @@ def check(recipe: Path, processes: int) -> None:
         # A store that does not answer has been reported.
         if not problems:
             notes += _describe_registered_model(resolved, uri)
-    except (RecipeError, PromptError, PairError, DataError, RewardError) as error:
-        problems.append(str(error))
-    except import_model_error() as error:
+    except (RecipeError, PromptError, PairError, DataError, RewardError, ModelError) as error:
         problems.append(str(error))
     if problems:
         sys.exit("\n".join(problems))

@@ -41,13 +41,13 @@ import torch
 
 from ebbflow.models.base import Conditioning, Model, ModelError, default_device, predict
 from ebbflow.models.families import load_adapter
-from ebbflow.models.folder import find_index, read_json_object
+from ebbflow.recipe.base_folder import check_folder
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.storage.artifacts import verify_committed_folder
 from ebbflow.watchdog import watch
 
-__all__ = ["Conditioning", "Model", "ModelError", "check_folder", "load_model", "predict"]
+__all__ = ["Conditioning", "Model", "ModelError", "load_model", "predict"]
 
 
 def load_model(
@@ -81,46 +81,3 @@ def load_model(
     with watch(f"loading the model of {folder}"):
         model: Model = adapter.load(folder, config, device or default_device(), **options)
     return model
-
-
-def check_folder(folder: Path, family: str) -> None:
-    """Check that a folder has the layout of one of our families, without loading it.
-
-    Raises:
-        ModelError: there is no such folder, files are missing, or it is the folder of another
-            pipeline.
-    """
-    adapter: Any = load_adapter(family)
-    wanted = adapter.pipeline_class.__name__
-    if FAMILIES[family].trains_base_model:
-        fix = "leave model.path out to train one, or name another folder"
-    else:
-        fix = (
-            f"give the folder of a {wanted}, or a Hugging Face repository with its commit as"
-            " model.revision"
-        )
-    if not folder.is_dir():
-        raise ModelError(f"model.path = {str(folder)!r}: there is no base-model folder; {fix}")
-    missing_files = [name for name in adapter.folder_files if not (folder / name).exists()]
-    if missing_files:
-        raise ModelError(
-            f"{folder} is not a {family} base model: {', '.join(missing_files)} missing; {fix}"
-        )
-    pipeline = read_json_object(find_index(folder)).get("_class_name")
-    if pipeline != wanted:
-        raise ModelError(
-            f"{folder} is a {pipeline}, and model.family = {family!r} is a {wanted};"
-            f" {_suggest_family(pipeline)}"
-        )
-
-
-def _suggest_family(pipeline: Any) -> str:
-    """What to do with a folder of this pipeline."""
-    # Without glyph, whose folders name the pipeline of SD3 but lack its VAE.
-    adapters: dict[str, Any] = {
-        family: load_adapter(family) for family, record in FAMILIES.items() if record.diffusers
-    }
-    for family, adapter in adapters.items():
-        if adapter.pipeline_class.__name__ == pipeline:
-            return f"set model.family to {family}"
-    return f"name a folder of {', '.join(adapters)}"

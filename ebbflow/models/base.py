@@ -21,6 +21,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ebbflow.data.prompts import Prompt
+
+# Also imported from here, beside what raises it.
+from ebbflow.recipe.base_folder import ModelError as ModelError
 from ebbflow.recipe.model import ModelConfig, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {
@@ -31,12 +34,6 @@ DTYPES: dict[Precision, torch.dtype] = {
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 READ_DTYPE: Any = vars(torch._C.TensorBase)["dtype"].__get__
 """What a mode sees when ``tensor.dtype`` is read."""
-
-
-class ModelError(Exception):
-    """A base model that cannot be used: names the folder or the key, what is wrong and how to fix
-    it.
-    """
 
 
 @dataclass(frozen=True)

@@ -4,52 +4,16 @@ what diffusers writes.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from diffusers.utils.logging import disable_progress_bar as silence_diffusers
 from transformers.utils.logging import disable_progress_bar as silence_transformers
 
-from ebbflow.models.base import ModelError
 from ebbflow.recipe.base import sanitize_text
-
-INDEX = "model_index.json"
-"""The list of a pipeline folder's parts."""
-MODULAR_INDEX = "modular_model_index.json"
-"""The same of a modular pipeline's."""
-
-
-def find_index(folder: Path) -> Path:
-    """The list of a pipeline folder's parts; that of a modular pipeline where the folder has no
-    other.
-    """
-    modular = folder / MODULAR_INDEX
-    has_modular_alone = modular.is_file() and not (folder / INDEX).is_file()
-    return modular if has_modular_alone else folder / INDEX
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object that a file of a base-model folder holds.
-
-    Raises:
-        ModelError: there is no such file, or something else in it.
-    """
-    if not file.is_file():
-        raise ModelError(f"{file} is missing; fetch the folder again")
-    # RecursionError is that of lists nested a thousand deep.
-    try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise ModelError(
-            f"{file} is not the JSON object that diffusers writes; fetch the folder again"
-        )
-    return content
+from ebbflow.recipe.base_folder import INDEX, ModelError, read_json_object
 
 
 def copy_published_part(published: Path, folder: Path, part: str) -> None:

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, Tokens
-from ebbflow.models.folder import MODULAR_INDEX
 from ebbflow.models.pipeline import SHARD, PipelineModel
+from ebbflow.recipe.base_folder import MODULAR_INDEX
 
 NETWORK_INPUTS = "denoiser_input_fields"
 """How diffusers marks the values that are inputs of the network in each step."""
@@ -45,7 +45,6 @@ class ModularModel(PipelineModel):
         decoding_blocks: they make images of samples.
     """
 
-    folder_files: ClassVar[tuple[str, ...]] = (MODULAR_INDEX,)
     blocks_class: ClassVar[Any]
     workflow: ClassVar[str]
     skipped_blocks: ClassVar[tuple[str, ...]] = ()

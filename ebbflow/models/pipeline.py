@@ -55,7 +55,6 @@ class PipelineModel(ReadsPipeline):
     Attributes:
         device: where the network runs.
         published: the parts of published models, for estimates.
-        folder_files: what a base-model folder of the family must have.
         networks: the pipeline's parts that denoise; one of them is trained.
         text_parts: the pipeline's parts that encode prompts.
         sound_parts: the pipeline's parts that decode sound, of families that generate some.
@@ -78,7 +77,6 @@ class PipelineModel(ReadsPipeline):
     pipeline_class: ClassVar[Any]
     lora_targets: ClassVar[list[str]]
     published: ClassVar[Published] = {}
-    folder_files: ClassVar[tuple[str, ...]] = ("model_index.json",)
     networks: ClassVar[tuple[str, ...]] = ("transformer",)
     text_parts: ClassVar[tuple[str, ...]]
     sound_parts: ClassVar[tuple[str, ...]] = ()

@@ -18,8 +18,9 @@ from safetensors import safe_open
 from torch import nn
 
 from ebbflow.models.base import DTYPES, ModelError
-from ebbflow.models.folder import find_index, read_json_object, report_unreadable_parts
+from ebbflow.models.folder import report_unreadable_parts
 from ebbflow.models.weight_files import WeightFiles, list_weight_files, read_buffers
+from ebbflow.recipe.base_folder import find_index, read_json_object
 from ebbflow.recipe.model import ModelConfig
 
 VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")

@@ -11,10 +11,10 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.folder import INDEX, MODULAR_INDEX, find_index, read_json_object
 from ebbflow.models.glyph_training.train import train_glyph_base
 from ebbflow.models.glyph_training.trained import load_trained_glyph
 from ebbflow.models.hub import locate_pretrained
+from ebbflow.recipe.base_folder import INDEX, MODULAR_INDEX, find_index, read_json_object
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.storage.artifacts import (

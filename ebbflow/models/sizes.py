@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from ebbflow.data.model_sizes import ModelSizes, SampleSize, SizeError
 from ebbflow.flow.latents import get_picture_shape
-from ebbflow.models import check_folder, load_model
+from ebbflow.models import load_model
 from ebbflow.models.base import is_trainable
 from ebbflow.models.context_parallel import (
     require_shareable_family,
@@ -29,9 +29,9 @@ from ebbflow.models.context_parallel import (
 )
 from ebbflow.models.families import load_adapter
 from ebbflow.models.families.glyph import build_glyph_model
-from ebbflow.models.folder import find_index, read_json_object
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.base_folder import check_folder, find_index, read_json_object
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.stages import OnlineStageConfig, is_trained_in_group

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ebbflow.models.folder import read_json_object
+from ebbflow.recipe.base_folder import read_json_object
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 """The name that diffusers gives to a network's weights; with ``.index.json`` after it, that of the

@@ -28,6 +28,9 @@ class Family:
 
     Attributes:
         adapter: class of its file, an ``ebbflow.models.base.Model``.
+        pipeline: class of diffusers that an index of its folders names; a user's own family leaves
+            it out, as its ``load`` alone knows the layout of its folders.
+        folder_files: what a base-model folder of the family must have.
         guided: whether it has classifier-free guidance, and so reads negative prompts.
         edits_images: whether every prompt comes with an image.
         min_images: the fewest images of a prompt, where it edits them.
@@ -56,6 +59,8 @@ class Family:
     """
 
     adapter: str
+    pipeline: str = ""
+    folder_files: tuple[str, ...] = ("model_index.json",)
     guided: bool = True
     edits_images: bool = False
     min_images: int = 1

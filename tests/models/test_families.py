@@ -23,6 +23,7 @@ def test_a_record_names_an_adapter_that_agrees_with_it(family):
     record = FAMILIES[family]
     adapter = load_adapter(family)
     assert adapter.guided == record.guided
+    assert adapter.pipeline_class.__name__ == record.pipeline
     assert ("vae" in adapter.text_parts) == record.edits_images
     if record.edits_images:
         assert adapter.min_images == record.min_images

@@ -11,8 +11,8 @@ import torch
 from pipeline_cases import prompts
 
 from ebbflow.models import ModelError, predict
-from ebbflow.models.folder import MODULAR_INDEX
 from ebbflow.models.sizes import measure_model
+from ebbflow.recipe.base_folder import MODULAR_INDEX
 
 
 def test_parts_are_read_from_the_folder_whatever_repository_its_index_names(

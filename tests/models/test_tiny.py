@@ -44,7 +44,7 @@ from transformers.utils import is_torchvision_available
 
 from benchmarks.tiny_models import TINY, build_tiny
 from ebbflow.models import ModelError
-from ebbflow.models.folder import find_index
+from ebbflow.recipe.base_folder import find_index
 from ebbflow.storage.artifacts import ArtifactError
 
 ROOT = Path(__file__).parents[2]

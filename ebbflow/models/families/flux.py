@@ -19,6 +19,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="FluxModel",
+    pipeline="FluxPipeline",
     guided=False,
     vllm_omni="ebbflow_vllm_omni.networks:FLUX",
     feature_caches=("first_block", "taylor_seer", "mag"),

@@ -17,6 +17,7 @@ from ebbflow.recipe.families import Family
 
 FAMILY = Family(
     adapter="Flux2EditModel",
+    pipeline="Flux2Pipeline",
     guided=False,
     edits_images=True,
     max_images=None,

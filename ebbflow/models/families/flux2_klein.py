@@ -17,6 +17,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="Flux2KleinModel",
+    pipeline="Flux2KleinPipeline",
     feature_caches=("taylor_seer", "mag"),
 )
 QWEN3_8B = QWEN3_4B | {

@@ -18,6 +18,8 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="Flux3Model",
+    pipeline="Flux3ModularPipeline",
+    folder_files=("modular_model_index.json",),
     modular=True,
     caveat="its pipeline has a large language model rewrite the prompt first (prompt_upsampler);"
     " training, rewards and evaluation generate from the prompt as it is",

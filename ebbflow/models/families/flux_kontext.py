@@ -19,6 +19,7 @@ from ebbflow.recipe.families import Family
 
 FAMILY = Family(
     adapter="FluxKontextModel",
+    pipeline="FluxKontextPipeline",
     guided=False,
     edits_images=True,
     feature_caches=("first_block", "taylor_seer", "mag"),

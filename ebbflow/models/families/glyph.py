@@ -30,8 +30,9 @@ from transformers.utils.logging import disable_progress_bar as silence_transform
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
-from ebbflow.models.folder import INDEX, report_unreadable_parts
+from ebbflow.models.folder import report_unreadable_parts
 from ebbflow.recipe.base import shorten_value
+from ebbflow.recipe.base_folder import INDEX
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import (
     CHARACTERS,
@@ -43,6 +44,15 @@ from ebbflow.recipe.model import (
 
 FAMILY = Family(
     adapter="GlyphModel",
+    pipeline="StableDiffusion3Pipeline",
+    folder_files=(
+        "transformer",
+        "scheduler",
+        "text_encoder",
+        "tokenizer",
+        "glyph.json",
+        "model_index.json",
+    ),
     guided=False,
     diffusers=False,
     trains_base_model=True,
@@ -91,7 +101,6 @@ class GlyphModel:
         "to_add_out",
     ]
     pipeline_class = StableDiffusion3Pipeline
-    folder_files = (*PIPELINE_PARTS, SIZE, INDEX)
     networks = ("transformer",)
     text_parts = ("text_encoder",)
     guided = FAMILY.guided

@@ -20,6 +20,7 @@ from ebbflow.recipe.families import Family
 
 FAMILY = Family(
     adapter="HunyuanVideoModel",
+    pipeline="HunyuanVideoPipeline",
     guided=False,
     feature_caches=("first_block", "taylor_seer", "mag"),
 )

@@ -23,6 +23,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="HunyuanVideo15Model",
+    pipeline="HunyuanVideo15Pipeline",
     feature_caches=("taylor_seer",),
 )
 PLAIN_GUIDER = {

@@ -25,6 +25,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="LTX2Model",
+    pipeline="LTX2Pipeline",
     latents=("video", "sound"),
     caveat="video and sound are trained, rewarded and evaluated under classifier-free guidance with"
     " one scale, and LTX2Pipeline adds further guidance by default; pass the arguments of"

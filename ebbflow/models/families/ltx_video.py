@@ -23,6 +23,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="LTXVideoModel",
+    pipeline="LTXPipeline",
     feature_caches=("first_block", "taylor_seer", "mag"),
 )
 PUBLISHED: Published = {

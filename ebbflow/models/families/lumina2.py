@@ -15,7 +15,10 @@ from ebbflow.models.published import IMAGE_VAE, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="Lumina2Model")
+FAMILY = Family(
+    adapter="Lumina2Model",
+    pipeline="Lumina2Pipeline",
+)
 PUBLISHED: Published = {
     "Alpha-VLLM/Lumina-Image-2.0": {
         "transformer": Part("diffusers", "Lumina2Transformer2DModel", {"cap_feat_dim": 2304}),

@@ -19,6 +19,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="QwenImageModel",
+    pipeline="QwenImagePipeline",
     vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE",
     feature_caches=("first_block", "taylor_seer", "mag"),
 )

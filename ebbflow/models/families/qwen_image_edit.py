@@ -23,6 +23,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="QwenImageEditModel",
+    pipeline="QwenImageEditPipeline",
     edits_images=True,
     vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE",
     feature_caches=("first_block", "taylor_seer", "mag"),

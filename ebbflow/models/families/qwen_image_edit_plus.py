@@ -16,6 +16,7 @@ from ebbflow.recipe.families import Family
 
 FAMILY = Family(
     adapter="QwenImageEditPlusModel",
+    pipeline="QwenImageEditPlusPipeline",
     edits_images=True,
     max_images=None,
     feature_caches=("first_block", "taylor_seer", "mag"),

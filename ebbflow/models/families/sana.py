@@ -18,7 +18,10 @@ from ebbflow.models.pipeline import PipelineModel
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="SanaModel")
+FAMILY = Family(
+    adapter="SanaModel",
+    pipeline="SanaPipeline",
+)
 INSTRUCTION = (
     inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 )

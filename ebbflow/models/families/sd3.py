@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, Tokens
-from ebbflow.models.folder import INDEX, read_json_object
 from ebbflow.models.pipeline import JOINT_ATTENTION, PipelineModel, dynamic_shift_arguments
 from ebbflow.models.published import CLIP_G, CLIP_L, IMAGE_VAE, T5_XXL, Part, Published
+from ebbflow.recipe.base_folder import INDEX, read_json_object
 from ebbflow.recipe.families import Family
 
 FAMILY = Family(
     adapter="SD3Model",
+    pipeline="StableDiffusion3Pipeline",
     vllm_omni="ebbflow_vllm_omni.networks:SD3",
     feature_caches=("first_block", "taylor_seer", "mag"),
 )

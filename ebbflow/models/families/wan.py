@@ -22,6 +22,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="WanModel",
+    pipeline="WanPipeline",
     vllm_omni="ebbflow_vllm_omni.networks:WAN",
     feature_caches=("first_block", "taylor_seer", "mag"),
 )

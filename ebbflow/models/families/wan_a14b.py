@@ -19,6 +19,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="WanA14BModel",
+    pipeline="WanPipeline",
     experts=True,
     feature_caches=("first_block", "taylor_seer"),
 )

@@ -21,6 +21,7 @@ from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(
     adapter="WanFLF2VModel",
+    pipeline="WanImageToVideoPipeline",
     edits_images=True,
     min_images=2,
     max_images=2,

@@ -22,6 +22,7 @@ from ebbflow.recipe.families import Family
 
 FAMILY = Family(
     adapter="WanI2VModel",
+    pipeline="WanImageToVideoPipeline",
     edits_images=True,
     experts=True,
     feature_caches=("first_block", "taylor_seer"),

@@ -17,7 +17,9 @@ from ebbflow.models.pipeline import PipelineModel
 from ebbflow.models.published import IMAGE_VAE, QWEN3_4B, Part, Published
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="ZImageModel", vllm_omni="ebbflow_vllm_omni.networks:Z_IMAGE")
+FAMILY = Family(
+    adapter="ZImageModel", pipeline="ZImagePipeline", vllm_omni="ebbflow_vllm_omni.networks:Z_IMAGE"
+)
 OTHERS = {"text_encoder": Part("transformers", "Qwen3Model", QWEN3_4B), "vae": IMAGE_VAE}
 PUBLISHED: Published = {
     "Tongyi-MAI/Z-Image": (
