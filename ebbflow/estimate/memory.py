@@ -84,9 +84,12 @@ class Memory:
     """Bytes of one process by their use, as the docstring of this module defines them.
 
     Attributes:
-        loading: needed while a model that is sharded is loaded; 0 where it is not. It is no part of
-            a sum: a process allocates the rest afterwards.
+        loading: on the GPU while the model is loaded. It is no part of a sum, nor is the next: a
+            process allocates the rest afterwards.
+        encoding: on the GPU while the process encodes its prompts; 0 where it encodes none.
         offloaded: bytes in main memory instead of on the GPU (``model.cpu_offload``).
+        waiting: bytes in main memory of a process with a GPU beside ``offloaded``: text encoders
+            and VAE, samples with their trajectories and pictures, weights to send.
 
     Example:
         A rank of two that trains a LoRA of 1 M parameters beside a sharded model of 100 M::
@@ -102,13 +105,21 @@ class Memory:
     samples: int = 0
     others: int = 0
     loading: int = 0
+    encoding: int = 0
     offloaded: int = 0
+    waiting: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """The most that the process has on its GPU at one time."""
         trained = self.weights + self.optimizer + self.copies
-        return max(trained + self.activations + self.samples + self.others, self.loading)
+        working = trained + self.activations + self.samples + self.others
+        return max(working, self.loading, self.encoding)
+
+    @property
+    def main_memory_bytes(self) -> int:
+        """The most that a process with a GPU has in main memory."""
+        return self.offloaded + self.waiting
 
 
 @dataclass(frozen=True)
@@ -226,6 +237,7 @@ class ProcessMemory:
             samples=ENCODED_AT_ONCE * self.prompt_bytes,
             others=BYTES[precision] * sizes.text_encoders
             + (4 * sizes.vae if sizes.vae_encodes_prompts else 0),
+            loading=self._loading_bytes(1),
         )
 
     def evaluation_memory(self) -> Memory:
@@ -254,6 +266,7 @@ class ProcessMemory:
             + samples * self.latent_bytes * 2,
             others=max(map(_reward_weight_bytes, rewards))
             + _reward_weight_bytes(self.recipe.guardrails),
+            loading=self._loading_bytes(1),
         )
 
     def rollout_memory(self, ctx: StageContext) -> Memory:
@@ -271,6 +284,7 @@ class ProcessMemory:
             offloaded=copies if offload else 0,
             activations=self._rollout_activation_bytes(ctx, samples),
             samples=samples * (self.prompt_bytes + self.latent_bytes),
+            loading=self._loading_bytes(1),
         )
 
     def equal_process_memory(self, ctx: StageContext, processes: int, shards: int) -> Memory:
@@ -358,7 +372,7 @@ class ProcessMemory:
             weights=self.sharded_weight_bytes(shards),
             optimizer=(4 * self.trained + (1 + fake) * self._moment_bytes(ctx)) // shards,
             copies=(self.policy_copy_bytes(ctx) + swapped) // shards,
-            loading=self._loading_bytes(shards) if shards > 1 else 0,
+            loading=self._loading_bytes(shards),
         )
         if not self.recipe.model.cpu_offload:
             return state
@@ -377,11 +391,13 @@ class ProcessMemory:
         )
 
     def _loading_bytes(self, shards: int) -> int:
-        """Return the bytes on the GPU of one of several processes while it loads the model."""
-        if FAMILIES[self.recipe.model.family].diffusers:
-            # It reads its own rows of each weight (``ebbflow.training.loading``).
-            return self.frozen_bytes + self.weight_shard_bytes(shards)
-        return self.weight_bytes("float32")
+        """Return the bytes on the GPU of a process while it loads the model."""
+        whole = self.weight_bytes("float32")
+        if not FAMILIES[self.recipe.model.family].diffusers:
+            return whole
+        # It reads its own rows of each weight (``ebbflow.training.loading``), where they stay.
+        on_gpu = 0 if self.recipe.model.cpu_offload and shards > 1 else whole - self.frozen_bytes
+        return self.frozen_bytes + on_gpu // shards
 
     def _moment_bytes(self, ctx: StageContext) -> int:
         """Bytes of the state of one optimiser."""

@@ -10,13 +10,13 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from ebbflow.data.model_sizes import (
-    BYTES,
     ModelSizes,
     SampleSize,
     Shape,
     count_lora_parameters,
     select_adapted_layers,
 )
+from ebbflow.estimate.main_memory import add_encoding, count_part_bytes
 from ebbflow.estimate.memory import Memory, ProcessMemory
 from ebbflow.estimate.stage_memory import estimate_stage_memory
 from ebbflow.estimate.work import PNG_BYTES_PER_PIXEL, Work, estimate_work
@@ -147,17 +147,21 @@ def estimate_from_sizes(
     contexts = _list_estimated_stages(recipe)
     adapted = count_adapted_weights(recipe, sizes)
     process_memory = ProcessMemory(recipe, sizes, sample, trained, adapted)
+    parts = count_part_bytes(process_memory)
     memory = {
-        "text encoding": process_memory.encoding_memory(),
-        "evaluation": replace(process_memory, sample=evaluated).evaluation_memory(),
-        **estimate_stage_memory(
-            process_memory,
-            contexts,
-            processes * nodes,
-            {"full": None, "hybrid": processes, "replicated": 1}[sharding],
-            context_parallel,
-        ),
+        name: add_encoding(process_memory, replace(task, waiting=parts), 1)
+        for name, task in (
+            ("text encoding", process_memory.encoding_memory()),
+            ("evaluation", replace(process_memory, sample=evaluated).evaluation_memory()),
+        )
     }
+    memory |= estimate_stage_memory(
+        process_memory,
+        contexts,
+        processes * nodes,
+        {"full": None, "hybrid": processes, "replicated": 1}[sharding],
+        context_parallel,
+    )
     work = {ctx.stage_label: estimate_work(ctx, sizes, sample, trained) for ctx in contexts}
     # The base model, the champion, and the policy after every stage; a branch also evaluates the
     # policy that it starts from.
@@ -175,7 +179,7 @@ def estimate_from_sizes(
         evaluations=evaluations,
         evaluation=_count_evaluation_passes(recipe, sample),
         stored=_count_stored_bytes(recipe, contexts, sizes, work, evaluations, evaluated),
-        main_memory=BYTES[recipe.model.precision] * sizes.text_encoders + 4 * sizes.vae,
+        main_memory=parts,
         prompt=process_memory.prompt_bytes,
         embeddings=process_memory.prompt_bytes * max(map(_count_prompts, contexts), default=0),
         nodes=nodes,

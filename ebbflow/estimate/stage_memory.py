@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from ebbflow.estimate.main_memory import add_encoding, count_part_bytes, count_step_bytes
 from ebbflow.estimate.memory import Memory, ProcessMemory
 from ebbflow.stage import StageContext
 
@@ -24,26 +26,45 @@ def estimate_stage_memory(
             that share the tokens of a sample.
     """
     memory_by_process: dict[str, Memory] = {}
+    parts = count_part_bytes(memory)
+    shards = shards or processes
     for ctx in contexts:
         label = ctx.stage_label
         if ctx.config.kind == "offline":
             # A stage on pairs or data generates nothing.
             if ctx.offline_config.takes_prompts:
-                memory_by_process[f"{label} rollout"] = memory.rollout_memory(ctx)
-            memory_by_process[f"{label} training"] = memory.offline_rank_memory(
-                ctx, processes, shards or processes, context_parallel
-            )
+                rollout = replace(memory.rollout_memory(ctx), waiting=parts)
+                memory_by_process[f"{label} rollout"] = add_encoding(memory, rollout, 1)
+            training = memory.offline_rank_memory(ctx, processes, shards, context_parallel)
+            training = replace(training, waiting=parts)
+            memory_by_process[f"{label} training"] = add_encoding(memory, training, shards)
         elif ctx.online_config.placement == "ray":
             ranks = ctx.online_config.resources.training.count
+<<<<<<< HEAD
             memory_by_process[f"{label} training"] = memory.share_tokens(
                 context_parallel
             ).online_rank_memory(ctx, ranks // context_parallel, ranks)
             memory_by_process[f"{label} rollout"] = memory.rollout_memory(ctx)
+=======
+            # The trained weights are there once more, to be sent or as they were received.
+            weights = 4 * memory.trained
+            waiting = parts + weights + count_step_bytes(memory, ctx, 1)
+            training = replace(memory.online_rank_memory(ctx, ranks, ranks), waiting=waiting)
+            memory_by_process[f"{label} training"] = add_encoding(memory, training, ranks)
+            # Its requests come with their encoded prompts.
+            rollout = replace(memory.rollout_memory(ctx), waiting=parts + weights)
+            memory_by_process[f"{label} rollout"] = rollout
+>>>>>>> aa5f289 (estimate: bytes while loading and encoding, and in main memory)
             memory_by_process[f"{label} rewards"] = Memory(others=memory.reward_network_bytes(ctx))
         else:
             num_equal = processes if ctx.online_config.placement == "colocated" else 1
             sharing = context_parallel if num_equal > 1 else 1
-            memory_by_process[f"{label} training"] = memory.share_tokens(
-                sharing
-            ).equal_process_memory(ctx, num_equal // sharing, min(shards or processes, num_equal))
+            sharing_samples = num_equal // sharing
+            num_shards = min(shards, num_equal)
+            training = memory.share_tokens(sharing).equal_process_memory(
+                ctx, sharing_samples, num_shards
+            )
+            step = count_step_bytes(memory, ctx, sharing_samples, 1 / sharing_samples)
+            training = replace(training, waiting=parts + step)
+            memory_by_process[f"{label} training"] = add_encoding(memory, training, num_shards)
     return memory_by_process

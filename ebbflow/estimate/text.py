@@ -116,7 +116,22 @@ def _describe_memory(estimate: Estimate) -> list[str]:
             f"  With model.cpu_offload, {offloaded / GIB:.2f} GiB more in each of the largest"
             " processes."
         )
-    return lines + _describe_undeclared_memory(estimate.recipe)
+    return [*lines, *_describe_phases(estimate), *_describe_undeclared_memory(estimate.recipe)]
+
+
+def _describe_phases(estimate: Estimate) -> list[str]:
+    rows = []
+    for name, memory in estimate.memory.items():
+        parts = (memory.loading, memory.encoding, memory.main_memory_bytes)
+        if any(parts):
+            rows.append([name, *(f"{part / GIB:.2f}" for part in parts)])
+    return [
+        "GiB of a process with a GPU: on the GPU while it loads the model and encodes prompts, and"
+        " in main memory",
+        *format_table(["", "loading", "encoding", "main memory"], rows),
+        "  Processes on one machine each have their main memory: trajectories, pictures, what is"
+        " offloaded, and text encoders and VAE.",
+    ]
 
 
 def _describe_work(estimate: Estimate) -> list[str]:

@@ -1,0 +1,74 @@
+"""What a process keeps in main memory, and what it takes on the GPU while it encodes its prompts.
+
+=============  ====================================================================================
+parts          text encoders in ``model.precision`` and the VAE in float32 of every process that
+               loads the model: on the GPU while they are called, and here otherwise. Eight ranks
+               of a machine have eight of them
+samples        of each sample of the process its latents, those of its trajectory and their means,
+               and its picture in 8 bits. Training joins what each request brought, so there are
+               two of each; where ranks exchange samples, they are copied once more into the tensors
+               of the whole step. With ``one_step_off`` and ``async`` as many steps wait besides
+weights        4 A in a process that sends its A trained parameters to rollout workers, or receives
+               them
+=============  ====================================================================================
+
+Encoded prompts are in files. The parameters, copies and optimiser states that ``model.cpu_offload``
+moves are ``Memory.offloaded``; they are pinned where they are, not copied into pinned buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ebbflow.data.model_sizes import BYTES
+from ebbflow.estimate.memory import Memory, ProcessMemory
+from ebbflow.estimate.work import count_recorded_latents
+from ebbflow.stage import StageContext
+
+
+def count_part_bytes(process: ProcessMemory) -> int:
+    """Return the bytes of the text encoders and the VAE."""
+    precision = process.recipe.model.precision
+    return BYTES[precision] * process.sizes.text_encoders + 4 * process.sizes.vae
+
+
+def count_sample_bytes(process: ProcessMemory, ctx: StageContext) -> int:
+    """Return the bytes of one sample after its rollout, without its picture."""
+    num_latents = 1
+    if ctx.config.algorithm_kind.records_trajectory:
+        num_latents += count_recorded_latents(ctx)
+    return process.latent_bytes * num_latents
+
+
+def count_step_bytes(
+    process: ProcessMemory, ctx: StageContext, processes: int, share: float = 1.0
+) -> int:
+    """Return the bytes of the samples of an online stage in a process that trains on them.
+
+    Args:
+        processes: that exchange samples; 1 where all samples of a step come to the process.
+        share: of the samples of a step that the process generates.
+    """
+    config = ctx.online_config
+    prompts = math.ceil(config.prompts_per_step * (1 + config.refill_rounds) * share)
+    samples = prompts * config.group_size
+    # Joined from the parts of the requests; then in the tensors of the whole step.
+    copies = 2 if processes == 1 else 3
+    steps_ahead = {"sync": 0, "one_step_off": 1, "async": config.staleness}[config.mode]
+    sample = count_sample_bytes(process, ctx)
+    pictures = 3 * process.sample.pixels
+    return samples * ((copies + steps_ahead) * sample + (1 + steps_ahead) * pictures)
+
+
+def add_encoding(process: ProcessMemory, memory: Memory, shards: int) -> Memory:
+    """Add the bytes that a process takes on the GPU while it encodes prompts.
+
+    Weights that are whole wait in main memory meanwhile where they do not fit beside the encoders
+    (``ebbflow.models.residency``); shards stay.
+    """
+    encoding = process.encoding_memory()
+    encoders = encoding.others + encoding.activations + encoding.samples
+    state = memory.copies + memory.loading
+    resident = encoders + state if shards > 1 else max(encoders, state)
+    return replace(memory, encoding=resident)
