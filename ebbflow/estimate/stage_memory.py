@@ -40,21 +40,17 @@ def estimate_stage_memory(
             memory_by_process[f"{label} training"] = add_encoding(memory, training, shards)
         elif ctx.online_config.placement == "ray":
             ranks = ctx.online_config.resources.training.count
-<<<<<<< HEAD
-            memory_by_process[f"{label} training"] = memory.share_tokens(
-                context_parallel
-            ).online_rank_memory(ctx, ranks // context_parallel, ranks)
-            memory_by_process[f"{label} rollout"] = memory.rollout_memory(ctx)
-=======
             # The trained weights are there once more, to be sent or as they were received.
             weights = 4 * memory.trained
             waiting = parts + weights + count_step_bytes(memory, ctx, 1)
-            training = replace(memory.online_rank_memory(ctx, ranks, ranks), waiting=waiting)
+            training = memory.share_tokens(context_parallel).online_rank_memory(
+                ctx, ranks // context_parallel, ranks
+            )
+            training = replace(training, waiting=waiting)
             memory_by_process[f"{label} training"] = add_encoding(memory, training, ranks)
             # Its requests come with their encoded prompts.
             rollout = replace(memory.rollout_memory(ctx), waiting=parts + weights)
             memory_by_process[f"{label} rollout"] = rollout
->>>>>>> aa5f289 (estimate: bytes while loading and encoding, and in main memory)
             memory_by_process[f"{label} rewards"] = Memory(others=memory.reward_network_bytes(ctx))
         else:
             num_equal = processes if ctx.online_config.placement == "colocated" else 1
