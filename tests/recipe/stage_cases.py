@@ -9,9 +9,15 @@ from ebbflow.recipe import Recipe, RecipeError
 BYPASS = {"mode": "bypass", "weights": "none"}
 
 
+NEEDS = {
+    "distillation": {"teacher": "elsewhere"},
+    "gardo": {"auxiliary": ["exact_match"], "diversity": None},
+}
+
+
 def keys_of(name, **rest):
     """The recipe's keys of an algorithm, with those that it cannot do without."""
-    return {"name": name, **({"teacher": "elsewhere"} if name == "distillation" else {}), **rest}
+    return {"name": name, **NEEDS.get(name, {}), **rest}
 
 
 def online(name="mix_grpo", **stage):
