@@ -629,6 +629,9 @@ def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe
     )
     for label in ("1.1 offline training", "1.2 online training"):
         more = {use: getattr(without[label], use) + 4 * 1000 for use in ("weights", "loading")}
+        # Encoders come beside it, unless they take the place of weights that are whole.
+        assert with_frozen[label].encoding >= without[label].encoding
+        more["encoding"] = with_frozen[label].encoding
         assert with_frozen[label] == dataclasses.replace(without[label], **more)
 
 
