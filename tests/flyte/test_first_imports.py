@@ -63,6 +63,12 @@ def deleted_start(
         time.sleep(0.2)
     seconds = time.monotonic() - deleted_at
     execution.wait_for_task(TASK, ("SUCCEEDED",), MAX_SECONDS)
+    # The node ends, and fills the cache, a moment after its task.
+    execution.wait_until(
+        lambda: execution.attempts_of(TASK)[-1].cache != "CACHE_DISABLED",
+        f"what {TASK} left in the cache",
+        MAX_SECONDS,
+    )
     attempts = execution.attempts_of(TASK)
     execution.abort("the second attempt was seen")
     return DeletedStart(execution, log, seconds, attempts)
