@@ -17,6 +17,7 @@ import yaml
 from flytekit import PythonFunctionTask, Resources
 
 from tasks import flyte2
+from tasks.elastic import EveryGpu
 from tasks.generate_rollouts import generate_rollouts
 from tasks.resources import training_group_resources
 from tasks.score_rollouts import score_rollouts
@@ -78,7 +79,8 @@ def test_flyte_migrate_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(flyte2, "PLUGINS", plugins)
     assert flyte2.build_limits(one) == Resources(cpu="2", mem="4Gi", gpu="1")
     flyte2.register_elastic_translation()
-    assert known == {type(training_group_resources()["task_config"]).__name__: "Elastic's"}
+    training_group = type(training_group_resources()["task_config"])
+    assert known == {training_group.__name__: "Elastic's", EveryGpu.__name__: "Elastic's"}
 
 
 @pytest.mark.parametrize(
