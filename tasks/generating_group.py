@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ebbflow.data.records import TrackedRun
@@ -12,16 +13,23 @@ from ebbflow.recipe import Recipe
 if TYPE_CHECKING:
     from ebbflow.tracking.child_run import RunLogger
 
+LONGEST_WAIT = timedelta(days=1)
+"""How long a rank waits for another. One that has no micro-batch in the last round waits as long as
+that takes, which for videos is more than the half hour of a training group. The launcher ends the
+ranks when one of them dies, heartbeats name one that stands still, and ``max_hours`` ends the pod.
+"""
+
 
 @contextmanager
 def join_generating_group(recipe: Recipe) -> Iterator[None]:
     """Join the processes of the task's pod that the environment announces; alone without them."""
     from ebbflow.compute import set_up_process
-    from ebbflow.training.distributed import join_process_group
+    from ebbflow.training.distributed import enter_phase, join_process_group
 
     set_up_process(recipe)
     # Pixels, scores and rows travel, and all of them lie in main memory: no GPU talks to another.
-    with join_process_group(backend="gloo"):
+    with join_process_group(backend="gloo", timeout=LONGEST_WAIT):
+        enter_phase("generating")
         yield
 
 

@@ -228,9 +228,11 @@ def evaluate_on_prompts(
         first = _generate_and_score(
             recipe, model, scorer, prompts, [0 for _ in prompts], encode, label, clock, look
         )
-        again = _generate_and_score(
-            recipe, model, scorer, repeated_prompts, indices, encode, label, clock, look
-        )
+        again: list[_Samples | None] = []
+        if repeats:
+            again = _generate_and_score(
+                recipe, model, scorer, repeated_prompts, indices, encode, label, clock, look
+            )
     # Not with merged adapters: the base model is the policy with its adapters off.
     squares = [
         None

@@ -202,7 +202,9 @@ def choose_backend(main_memory: bool) -> str:
 
 
 @contextmanager
-def join_process_group(main_memory: bool = False, backend: str | None = None) -> Iterator[Ranks]:
+def join_process_group(
+    main_memory: bool = False, backend: str | None = None, timeout: timedelta | None = None
+) -> Iterator[Ranks]:
     """Join the group that an elastic launcher announced in the environment; alone without one.
 
     Where the launcher names a file (``STORE``), all ranks are on this machine, and nothing listens
@@ -212,6 +214,7 @@ def join_process_group(main_memory: bool = False, backend: str | None = None) ->
     Args:
         main_memory: as of ``choose_backend``.
         backend: instead of the one that ``choose_backend`` chooses.
+        timeout: of collectives; default: ``TIMEOUT``.
 
     Raises:
         PeerLost: a rank on another machine is gone.
@@ -241,13 +244,13 @@ def join_process_group(main_memory: bool = False, backend: str | None = None) ->
             store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
         naming_errors = _name_lost_peers(store, rank)
     try:
-        with naming_errors, _name_phase_of_timeout():
+        with naming_errors, nullcontext() if timeout else _name_phase_of_timeout():
             dist.init_process_group(
                 backend,
                 store=store,
                 rank=rank,
                 world_size=world,
-                timeout=TIMEOUT,
+                timeout=timeout or TIMEOUT,
                 # NCCL connects at once, and a rank that cannot says so here. Without it NCCL
                 # guesses the GPU of a rank from its number at the first barrier.
                 device_id=device if has_nccl else None,

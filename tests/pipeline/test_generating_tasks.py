@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,21 @@ from ebbflow.registry import download, lookup, trained_prompts
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table
 from ebbflow.tracking.parent_run import start_run
+from ebbflow.training import distributed
+from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy_metadata import write_base_policy
+from ebbflow.training.rounds import call_on_first
 from tasks import elastic, resources
 from tasks.deployment import DeploymentConfig
 from tasks.elastic import EveryGpu, EveryGpuTask
 from tasks.evaluate_champion import evaluate_champion
 from tasks.evaluate_policy import evaluate_policy
+from tasks.generating_group import join_generating_group
 from tasks.resources import LAUNCHER, generating_resources
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 from tests.forked import separate_fork_server
 from tests.glyph_stages import small_stage
+from tests.two_processes import as_two_ranks
 
 
 def test_a_pod_with_several_gpus_has_a_launcher_and_one_without_has_none(
@@ -144,3 +151,23 @@ def test_a_policy_and_the_champion_are_evaluated_with_two_processes_as_with_one(
     assert champion.version == "3"
     require_same_evaluation(champion.evaluated, alone)
     assert asked.read_text() == "00", "another rank could read another champion"
+
+
+def wait_for_first_rank(recipe: Recipe) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "TIMEOUT", timedelta(seconds=1))
+        with join_generating_group(recipe):
+            first = Ranks.current().rank == 0
+            assert call_on_first(lambda: first)
+            if first:
+                time.sleep(2)
+            assert call_on_first(lambda: first)
+
+
+def test_a_rank_without_work_waits_longer_than_a_training_group_would(
+    make_recipe, tmp_path: Path
+) -> None:
+    # The other rank has no micro-batch in the last round, and one of videos may take an hour.
+    lo = distributed.LOOPBACK
+    group = {distributed.STORE: str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": lo}
+    as_two_ranks(wait_for_first_rank, make_recipe(), NCCL_SOCKET_IFNAME=lo, **group)
