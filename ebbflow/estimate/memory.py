@@ -74,7 +74,7 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import Precision
-from ebbflow.recipe.rewards import RewardConfig
+from ebbflow.recipe.rewards import RewardConfig, select_trained
 from ebbflow.rewards.videos import select_scored_frames
 from ebbflow.stage import StageContext
 
@@ -456,7 +456,7 @@ class ProcessMemory:
         rows = max(ctx.config.micro_batch, count_selected_samples(ctx)[1])
         network = rows * self._saved_activation_bytes(ctx)
         if not kind.needs_reward_gradient or all(
-            reward.scores == "latents" for reward in ctx.branch_recipe.rewards
+            reward.scores == "latents" for reward in select_trained(ctx.branch_recipe.rewards)
         ):
             return network
         images = rows * (
@@ -488,7 +488,8 @@ class ProcessMemory:
         video, for the backward pass.
         """
         frames = len(select_scored_frames(self.recipe.model.frames))
-        return frames * sum(reward.gradient_bytes for reward in ctx.branch_recipe.rewards)
+        trained = select_trained(ctx.branch_recipe.rewards)
+        return frames * sum(reward.gradient_bytes for reward in trained)
 
 
 def _reward_weight_bytes(rewards: Iterable[RewardConfig]) -> int:

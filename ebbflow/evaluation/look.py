@@ -27,6 +27,7 @@ from ebbflow.evaluation.mean_test import compute_p_values
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.promotion import PromotionConfig
+from ebbflow.recipe.rewards import select_trained
 
 POWER = 0.8
 """Chance to prove the smallest gain that is stated for a number of prompts."""
@@ -57,7 +58,7 @@ def compute_lowest_reward(recipe: Recipe, columns: list[str]) -> float | None:
     Args:
         columns: of the table of samples. Rewards that compare the images of a prompt have none.
     """
-    evaluated = [reward for reward in recipe.rewards if reward.column in columns]
+    evaluated = [reward for reward in select_trained(recipe.rewards) if reward.column in columns]
     sums = []
     # Without a mixture there is one set, which has no name.
     for name in recipe.prompts.prompt_set_labels or [""]:

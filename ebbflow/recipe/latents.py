@@ -6,25 +6,26 @@ from collections.abc import Sequence
 
 from ebbflow.recipe.families import find_family
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.rewards import RewardConfig
+from ebbflow.recipe.rewards import RewardConfig, select_trained
 from ebbflow.recipe.stages import StageConfig
 
 
 def list_judges(rewards: Sequence[RewardConfig], model: ModelConfig) -> dict[str, list[str]]:
-    """List the columns of the rewards that judge each latent of a sample, by its name in the order
-    of the latents; empty where every reward judges all of it.
+    """List the columns of the trained rewards that judge each latent of a sample, by its name in
+    the order of the latents; empty where every reward judges all of it.
 
     Example: ``videoalign`` with ``latents: [video]``, ``clap`` with ``latents: [sound]`` and
     ``audio_video_sync`` without the key::
 
         {"video": ["videoalign", "audio_video_sync"], "sound": ["clap", "audio_video_sync"]}
     """
-    if not any(reward.latents for reward in rewards):
+    trained = select_trained(rewards)
+    if not any(reward.latents for reward in trained):
         return {}
     family = find_family(model.family)
     latents = family.latents if family else ()
     return {
-        latent: [reward.column for reward in rewards if reward.judges(latent)] for latent in latents
+        latent: [reward.column for reward in trained if reward.judges(latent)] for latent in latents
     }
 
 
@@ -69,7 +70,7 @@ def check_stage_trains_judged_latents(
     judges = list_judges(rewards, model)
     if not judges:
         return
-    reward = next(reward.column for reward in rewards if reward.latents)
+    reward = next(reward.column for reward in select_trained(rewards) if reward.latents)
     name = stage.algorithm_name
     obstacles = {
         "kind": getattr(stage, "kind", "") != "online"

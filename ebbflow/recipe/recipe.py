@@ -59,6 +59,7 @@ from ebbflow.recipe.rewards import (
     RewardConfig,
     prompt_sets_without_reward,
     rewards_for_prompt_sets,
+    select_trained,
 )
 from ebbflow.recipe.stage_checks import (
     check_engines_support_model,
@@ -323,7 +324,8 @@ class Recipe(Strict):
         # ``check_evaluated_rewards`` has let custom rewards pass without importing them, so they
         # are asked here.
         evaluated = [reward for reward in self.rewards if not reward.compares]
-        if not evaluated or prompt_sets_without_reward(evaluated, self.prompts.prompt_set_labels):
+        trained = select_trained(evaluated)
+        if not trained or prompt_sets_without_reward(trained, self.prompts.prompt_set_labels):
             raise RecipeError(ONLY_COMPARISONS.format("rewards"))
         return evaluated
 

@@ -17,6 +17,7 @@ from ebbflow.recipe.rewards import (
     CustomRewardConfig,
     RewardConfig,
     prompt_sets_without_reward,
+    select_trained,
 )
 
 
@@ -142,7 +143,7 @@ def check_held_out_prompts_are_scored(
     """
     # Its prompts carry the name of the file instead of a set of the mixture, so that only rewards
     # for all prompts score them.
-    if prompts.held_out_source and all(reward.prompts for reward in rewards):
+    if prompts.held_out_source and all(reward.prompts for reward in select_trained(rewards)):
         raise ValueError(
             "rewards: each names prompt sets, and prompts.held_out_source is none; leave"
             " 'prompts' of one out"
@@ -164,7 +165,7 @@ def check_evaluated_rewards(
     for scope in scopes:
         evaluated = [
             reward
-            for reward in scope.rewards
+            for reward in select_trained(scope.rewards)
             if isinstance(reward, CustomRewardConfig) or not reward.compares
         ]
         if not evaluated or prompt_sets_without_reward(evaluated, scope.prompt_sets):

@@ -234,5 +234,11 @@ def rewards_for_prompt_sets(
 def prompt_sets_without_reward(
     rewards: Sequence[RewardConfig], prompt_sets: Iterable[str]
 ) -> list[str]:
-    """The sets whose prompts none of the rewards scores."""
-    return [name for name in prompt_sets if not any(reward.applies_to(name) for reward in rewards)]
+    """The sets whose prompts none of the trained rewards scores."""
+    trained = select_trained(rewards)
+    return [name for name in prompt_sets if not any(reward.applies_to(name) for reward in trained)]
+
+
+def select_trained(rewards: Iterable[AnyConfig]) -> list[AnyConfig]:
+    """The rewards with a part in the sum: those of weight 0 are scores alone."""
+    return [reward for reward in rewards if reward.weight]

@@ -132,10 +132,14 @@ class Scorer:
     of_sets: Mapping[str, RewardConfig] = field(default_factory=dict)
 
     @property
+    def trained_rewards(self) -> tuple[tuple[Reward, float], ...]:
+        """Those with a part in the sum: a reward of weight 0 scores and moves nothing."""
+        return tuple(row for row in self.rewards if row[1])
+
+    @property
     def reward_weights(self) -> dict[str, float]:
         """The weight of each trained reward, by its column."""
-        # Those of weight 0 score, and have no part in advantages.
-        return {reward.name: weight for reward, weight in self.rewards if weight}
+        return {reward.name: weight for reward, weight in self.trained_rewards}
 
     @property
     def compares_groups(self) -> bool:
@@ -155,7 +159,7 @@ class Scorer:
     @property
     def trains_on_images(self) -> bool:
         """Whether a trained reward does; else nothing has to be decoded for their gradient."""
-        return not all(reward.scores == "latents" for reward, _ in self.rewards)
+        return not all(reward.scores == "latents" for reward, _ in self.trained_rewards)
 
     @property
     def all_rewards(self) -> list[Reward]:
@@ -185,7 +189,7 @@ class Scorer:
         Raises:
             RewardError: one is not; names it and the algorithm.
         """
-        lacking = [reward.name for reward, _ in self.rewards if not reward.has_gradient]
+        lacking = [reward.name for reward, _ in self.trained_rewards if not reward.has_gradient]
         if lacking:
             raise RewardError(
                 f"{algorithm} learns from the gradient of the rewards, and {lacking[0]!r} has none;"
@@ -204,14 +208,13 @@ class Scorer:
             decode: from latents to images or videos as ``score_with_gradient`` takes them, with
                 gradient.
         """
-        # Decoding keeps the activations of the VAE until the backward pass, so nothing is decoded
-        # for rewards of latents alone.
-        image_rewards = tuple(row for row in self.rewards if row[0].scores != "latents")
+        # Decoding keeps the VAE's activations until the backward pass; latents alone need none.
+        image_rewards = tuple(row for row in self.trained_rewards if row[0].scores != "latents")
         total = latents.new_zeros(len(latents))
         if image_rewards:
             image_scorer = replace(self, rewards=image_rewards)
             total = image_scorer.score_with_gradient(decode(latents), prompts)
-        for reward, weight in self.rewards:
+        for reward, weight in self.trained_rewards:
             if reward.scores == "latents":
                 total = self._add_weighted_scores(total, reward, weight, latents, prompts)
         return total
@@ -233,7 +236,7 @@ class Scorer:
             )
             return scores.view(len(images), -1).mean(1)
         total = images.new_zeros(len(images))
-        for reward, weight in self.rewards:
+        for reward, weight in self.trained_rewards:
             total = self._add_weighted_scores(total, reward, weight, images, prompts)
         return total
 
@@ -245,9 +248,7 @@ class Scorer:
         images: Tensor,
         prompts: Sequence[Prompt],
     ) -> Tensor:
-        """Return ``total``, [N], with the weighted scores of a reward added where it scores the
-        prompts.
-        """
+        """Return ``total``, [N], plus the weighted scores of a reward where it scores prompts."""
         rows = np.flatnonzero(self._select_prompts(reward, prompts)).tolist()
         if len(rows) == len(images):
             return total + weight * reward.score_with_gradient(images, prompts)
@@ -284,11 +285,11 @@ class Scorer:
         # sample look worse or better than the others of its group. One that was not asked adds 0.
         trained = [
             np.where(asked[reward.name], weight * results[reward.name].values, 0.0)
-            for reward, weight in self.rewards
+            for reward, weight in self.trained_rewards
         ]
         reasons = _collect_reasons(results, asked, len(images))
         # [N]; a sum of no rewards would be 0, which is a number like any.
-        unrewarded = ~np.any([asked[reward.name] for reward, _ in self.rewards], axis=0)
+        unrewarded = ~np.any([asked[reward.name] for reward, _ in self.trained_rewards], axis=0)
         for row in np.flatnonzero(unrewarded).tolist():
             reasons[row] = f"no trained reward scores the prompt set {prompts[row].source!r}"
         total = np.where(unrewarded, np.nan, np.sum(trained, axis=0))

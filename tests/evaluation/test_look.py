@@ -42,6 +42,7 @@ def test_a_spent_budget_leaves_nothing() -> None:
         ([{"name": "ocr", "lowest": -0.5, "weight": 2}], -1.0),
         (["ocr", "jpeg_compressibility"], None),
         (["ocr", {"name": "jpeg_compressibility", "lowest": -3, "weight": 0.5}], -1.5),
+        (["ocr", {"name": "jpeg_compressibility", "weight": 0}], 0.0),
     ],
 )
 def test_the_lowest_reward_is_the_weighted_sum(rewards: list[object], lowest: float | None) -> None:

@@ -291,3 +291,14 @@ def test_judges_are_listed_only_where_a_reward_names_latents():
         "sound": ["jpeg_incompressibility"],
     }
     read(JPEG[:1], latent_weights={"sound": 0})
+
+
+def test_a_reward_that_is_not_trained_on_judges_no_latent():
+    watched = {"name": "jpeg_incompressibility", "weight": 0}
+    recipe = read([JPEG[0], watched], latent_weights={"sound": 0})
+    assert list_judges(recipe.rewards, recipe.model) == {
+        "video": ["jpeg_compressibility"],
+        "sound": [],
+    }
+    recipe = read([{"name": "jpeg_compressibility"}, watched | {"latents": ["video"]}])
+    assert list_judges(recipe.rewards, recipe.model) == {}

@@ -14,6 +14,7 @@ from transformers import BitImageProcessorPil, Dinov2Config, Dinov2Model
 
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.registry import configure_reward
+from ebbflow.rewards.base import RewardError
 from ebbflow.rewards.built_in.novelty import measure_nearest_distances
 from ebbflow.rewards.combine import Scorer, load_reward, load_scorer
 
@@ -85,6 +86,47 @@ def test_a_reward_of_weight_0_scores_and_is_not_trained_on():
     assert scorer.reward_weights == {"jpeg_compressibility": 2.0}
     np.testing.assert_array_equal(table.reward, 2 * table.metrics["jpeg_compressibility"])
     assert np.isfinite(table.metrics["novelty"]).all()
+
+
+def test_a_failure_of_a_reward_of_weight_0_leaves_the_sum():
+    images = some_images()[:2]
+    prompts = [replace(p, prompt_id=index) for index, p in enumerate(as_prompts(*"ab"))]
+    jpeg = load_reward(configure_reward("jpeg_compressibility"))
+    alone = Scorer(((jpeg, 2.0),))(images, prompts)
+    # A group of one image has no other image to be unlike.
+    novelty = load_reward(configure_reward("novelty"))
+    table = Scorer(((jpeg, 2.0), (novelty, 0.0)))(images, prompts)
+    assert np.isnan(table.metrics["novelty"]).all()
+    assert all("novelty" in reason for reason in table.failures)
+    np.testing.assert_array_equal(table.reward, alone.reward)
+
+
+def test_gradients_are_asked_of_trained_rewards_alone():
+    recognizer = load_reward(configure_reward("recognizer"))
+    novelty = load_reward(configure_reward("novelty"))
+    Scorer(((recognizer, 1.0), (novelty, 0.0))).require_gradients("draft")
+    with pytest.raises(RewardError, match="'novelty' has none"):
+        Scorer(((recognizer, 1.0), (novelty, 0.5))).require_gradients("draft")
+
+
+def test_scores_of_weight_0_do_not_take_the_place_of_a_trained_reward():
+    sets = [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]
+
+    def read_mixture(rewards, **prompts):
+        mixture = {"mixture": sets} | prompts
+        Recipe.model_validate({"prompts": mixture, "rewards": rewards, "guardrails": []})
+
+    words = {"name": "ocr", "prompts": ["words"]}
+    watched = {"name": "jpeg_compressibility", "weight": 0}
+    with pytest.raises(RecipeError, match="none of them scores the prompt set signs"):
+        read_mixture([words, watched])
+    both = [words, {"name": "similarity", "prompts": ["signs"]}]
+    read_mixture([*both, watched])
+    with pytest.raises(RecipeError, match=r"each names prompt sets, and prompts\.held_out_source"):
+        read_mixture([*both, watched], held_out_source="kept.txt", held_out=40)
+    # An evaluation has no scores of rewards that compare.
+    with pytest.raises(RecipeError, match="an evaluation scores single images"):
+        Recipe.model_validate({"rewards": ["novelty", watched], "guardrails": []})
 
 
 def read(rewards, **stage):
