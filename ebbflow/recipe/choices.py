@@ -334,6 +334,11 @@ class ReferenceConfig(Strict):
     @property
     def is_reset(self) -> bool:
         """Whether the reference is a copy that becomes the policy from time to time."""
+        # Without weight there is no penalty, and nothing pulls to a copy that would take memory.
+        return self.weight > 0 and self.has_reset_rule
+
+    @property
+    def has_reset_rule(self) -> bool:
         return self.reset_every is not None or self.reset_above is not None
 
     @property

@@ -157,7 +157,7 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
 
     @model_validator(mode="after")
     def _check_reference_is_reset_online(self) -> StageConfig:
-        if self.reference.is_reset and getattr(self, "kind", "") != "online":
+        if self.reference.has_reset_rule and getattr(self, "kind", "") != "online":
             raise ValueError(
                 "reference.reset_every and reference.reset_above renew the reference between the"
                 " steps of an online stage; leave them out"

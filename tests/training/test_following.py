@@ -519,6 +519,10 @@ def test_a_reset_reference_comes_with_the_policy_folder_and_is_part_of_the_stage
     stage = ctx(online=nft | {"reference": {"weight": 0.1, "reset_every": 2}})
     assert stage.following_copies == ("old", "recent")
     assert ctx(online=nft).following_copies == ("old",)
+    # No penalty, no copy.
+    unused = ctx(online=nft | {"reference": {"weight": 0, "reset_every": 2}})
+    assert unused.following_copies == ("old",)
+    assert unused.config.reference.copy_name == "reference"
 
 
 def test_a_reset_reference_goes_on_in_the_next_stage_of_the_algorithm(
