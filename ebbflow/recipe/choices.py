@@ -339,6 +339,7 @@ class ReferenceConfig(Strict):
 
     @property
     def has_reset_rule(self) -> bool:
+        """Whether the recipe says when the reference is renewed."""
         return self.reset_every is not None or self.reset_above is not None
 
     @property

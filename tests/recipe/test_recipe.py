@@ -494,7 +494,7 @@ def test_any_mapping_is_a_recipe_or_explained(data):
     assert recipe_or_explanation(data)
 
 
-OWN_KEYS = {"standard_deviations", "absolute", "lr_factors", "options"}
+OWN_KEYS = {"latent_weights", "standard_deviations", "absolute", "lr_factors", "options"}
 """Mappings whose keys are the user's."""
 COMPLETE = Recipe.model_validate(WRITTEN).model_dump(mode="json")
 
