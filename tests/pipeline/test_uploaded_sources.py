@@ -102,7 +102,8 @@ def _run_pod(task: TaskTemplate, package: Path, folder: Path, **environment: str
     (upload,) = package.glob("fast*.tar.gz")
     values = {
         "{{ .remote_package_path }}": str(upload),
-        "{{ .dest_dir }}": ".",
+        # Where ``pyflyte package`` has a pod unpack the upload: here, a folder of the test's own.
+        "/root": str(folder / "code"),
         "{{.input}}": str(inputs),
         "{{.outputPrefix}}": str(folder / "outputs"),
         "{{.rawOutputDataPrefix}}": str(folder / "raw"),
