@@ -202,8 +202,10 @@ def _attend(
             ~attn_mask, -math.inf
         )
     attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    # A gradient also needs the logarithm of the sum of a row's exponentials.
+    with_log_sums = torch.is_grad_enabled()
     outputs = aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, False, dropout_p, is_causal, scale=scale
+        query, key, value, attn_mask, with_log_sums, dropout_p, is_causal, scale=scale
     )
     masked: Tensor = outputs[0]
     return masked

@@ -98,15 +98,15 @@ def _needed_bytes(estimate: Estimate, name: str, machine: Machine) -> int:
     if machine.gpu:
         return memory.peak_bytes
     # Without a GPU nothing is moved away: what would be offloaded is in the same memory.
-    return memory.peak_bytes + memory.offloaded + estimate.main_memory
+    return memory.peak_bytes + memory.main_memory_bytes
 
 
 def _offloaded_bytes(estimate: Estimate, name: str, machine: Machine) -> int:
-    """Return the bytes in main memory of a process with a GPU that offloads: those, and the parts
-    that wait there; else 0.
+    """Return the bytes in main memory of a process with a GPU that offloads: those, and what else
+    waits there; else 0.
     """
-    offloaded = estimate.memory[name].offloaded if machine.gpu else 0
-    return offloaded + estimate.main_memory if offloaded else 0
+    memory = estimate.memory[name]
+    return memory.main_memory_bytes if machine.gpu and memory.offloaded else 0
 
 
 def find_machine(estimate: Estimate, name: str, deployment: DeploymentConfig) -> Machine:

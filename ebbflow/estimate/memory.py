@@ -16,9 +16,10 @@ copies         4 A each (``ebbflow.training.policy``): the reference always, old
                swapped-out parameters, and while a fake score is trained that is sharded or
                offloaded
 activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores),
-               times 1.5: modulation and gates, which that transformer lacks. With
-               ``gradient_checkpointing`` n s h (L b + 34 1.5 b / 2); with
-               ``gradient_checkpointing_every`` some blocks keep theirs. Twice with classifier-free
+               times 1.5: modulation and gates, which that transformer lacks; not under a LoRA in
+               16 bits, where frozen layers keep no inputs. With ``gradient_checkpointing``
+               n s h (L b + 34 1.5 b / 2); with ``gradient_checkpointing_every`` some blocks keep
+               theirs. Twice with classifier-free
                guidance in training; a share of it where processes share the tokens. Without
                gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the
                feed-forward layer before and after its nonlinearity; or the VAE while it decodes, if
@@ -31,9 +32,9 @@ activations    n s h L 34 b / 2 (2205.05198, without the scores that flash atten
                the larger of the two. With ``reuse_rollout_forward`` what is kept for all trained
                steps of all samples of a step at once, and where full weights are cast to 16 bits,
                2 P for each of the forward passes
-samples        4 D for each latent, and the encoded prompts; of a trajectory the latents before and
-               after its trained steps, and their means where the loss compares them; of a few-step
-               student two latents for each step
+samples        4 D for each latent of the rows of an update, of a few-step student two latents for
+               each step; the encoded prompts of a step, and those of a pass once more. Trajectories
+               wait in main memory (``ebbflow.estimate.main_memory``)
 others         text encoders, VAE or reward networks that are loaded at the same time; on the
                gradient of the reward every process that trains has the reward networks
 =============  ====================================================================================
@@ -65,7 +66,6 @@ from ebbflow.data.model_sizes import (
 from ebbflow.estimate.activations import activation_bytes, block_bytes, inference_bytes
 from ebbflow.estimate.work import (
     count_passes_per_term,
-    count_recorded_latents,
     count_rows_per_sample,
     count_selected_samples,
     list_compared_copies,
@@ -291,7 +291,7 @@ class ProcessMemory:
         """Return the memory of a process in which rollouts, rewards and training take turns, one of
         several that share the samples of a step; processes that share tokens count as one.
         """
-        training = self.online_rank_memory(ctx, processes, shards, shares_samples=True)
+        training = self.online_rank_memory(ctx, processes, shards)
         config = ctx.online_config
         samples = math.ceil(config.prompts_per_step / processes) * config.group_size
         # Activations of rollouts and of training are never there at the same time, unless training
@@ -325,29 +325,26 @@ class ProcessMemory:
             rewards += self.recipe.guardrails
         return _reward_weight_bytes(rewards)
 
-    def online_rank_memory(
-        self, ctx: StageContext, ranks: int, shards: int, shares_samples: bool = False
-    ) -> Memory:
+    def online_rank_memory(self, ctx: StageContext, ranks: int, shards: int) -> Memory:
         """Return the memory of a process that trains on its share of a step's samples.
 
         Args:
             ranks, shards: processes that train, and those that share one copy of the model.
-            shares_samples: whether it has its share of the samples only, instead of all of them.
         """
         config = ctx.online_config
         kind = config.algorithm_kind
-        prompts = math.ceil(config.prompts_per_step / (ranks if shares_samples else 1))
-        samples = prompts * config.group_size
         num_selected, _ = count_selected_samples(ctx)
         samples_of_update = math.ceil(num_selected / config.updates_per_step / ranks)
-        latents_of_trajectory = count_recorded_latents(ctx) if kind.records_trajectory else 0
-        bytes_per_sample = self.prompt_bytes + self.latent_bytes * (1 + latents_of_trajectory)
+        # The samples themselves wait in main memory (``ebbflow.estimate.main_memory``). On the GPU
+        # are a row for each prompt of the step, and those of the rows of a pass.
+        prompts_on_gpu = config.prompts_per_step * (1 + config.refill_rounds) + config.pass_size
         rewards = ctx.branch_recipe.rewards if kind.needs_reward_gradient else []
         return replace(
             self._training_state_memory(ctx, shards),
             activations=self._training_activation_bytes(ctx),
             others=_reward_weight_bytes(rewards),
-            samples=samples * bytes_per_sample + self._update_bytes(ctx, samples_of_update),
+            samples=prompts_on_gpu * self.prompt_bytes
+            + self._row_latent_bytes(ctx, samples_of_update),
         )
 
     def offline_rank_memory(
@@ -405,12 +402,15 @@ class ProcessMemory:
 
     def _update_bytes(self, ctx: StageContext, samples: int) -> int:
         """Return the bytes of the rows of an optimiser step, with their prompts."""
+        return samples * self.prompt_bytes + self._row_latent_bytes(ctx, samples)
+
+    def _row_latent_bytes(self, ctx: StageContext, samples: int) -> int:
+        """Return the bytes of the rows of an optimiser step, without their prompts."""
         # For each row: its latent, noise and target, a prediction of every copy, and the steps of
         # a few-step student.
         num_latents = 3 + len(list_compared_copies(ctx)) + ctx.config.reference.needs_guidance
         num_latents += ctx.config.algorithm_kind.latents_per_row(ctx.config.sampler.steps)
-        row_bytes = count_rows_per_sample(ctx) * self.latent_bytes * num_latents
-        return samples * (self.prompt_bytes + row_bytes)
+        return samples * count_rows_per_sample(ctx) * self.latent_bytes * num_latents
 
     def _rollout_activation_bytes(self, ctx: StageContext, samples: int) -> int:
         config = ctx.config
@@ -453,7 +453,9 @@ class ProcessMemory:
         """
         kind = ctx.config.algorithm_kind
         cost = kind.row_cost(ctx.config.hyper_parameters, ctx.config.sampler.steps)
-        rows = max(ctx.config.micro_batch, count_selected_samples(ctx)[1])
+        is_online = ctx.config.kind == "online"
+        at_once = ctx.online_config.pass_size if is_online else ctx.config.micro_batch
+        rows = max(at_once, count_selected_samples(ctx)[1])
         network = rows * self._saved_activation_bytes(ctx)
         if not kind.needs_reward_gradient or all(
             reward.scores == "latents" for reward in select_trained(ctx.branch_recipe.rewards)
@@ -478,9 +480,10 @@ class ProcessMemory:
         tokens = self.sample.tokens
         checkpointing = model.gradient_checkpointing
         every = model.gradient_checkpointing_every
-        saved = activation_bytes(self.sizes, tokens, model.precision, checkpointing, every)
+        adapted = self.recipe.policy.train == "lora"
+        saved = activation_bytes(self.sizes, tokens, model.precision, checkpointing, every, adapted)
         if checkpointing and not recomputing:
-            saved -= block_bytes(self.sizes.width, tokens, model.precision)
+            saved -= block_bytes(self.sizes.width, tokens, model.precision, adapted)
         return saved * count_passes_per_term(ctx, self.sample)
 
     def _scoring_activation_bytes(self, ctx: StageContext) -> int:

@@ -143,7 +143,8 @@ def test_memory_names_the_estimate_of_each_phase(tmp_path):
     lines = measure_lines("memory", tmp_path)
     assert all(line.number.startswith("estimate ") for line in lines.values())
     loading, *_, training = (float(line.number.split()[1]) for line in lines.values())
-    assert 0 < loading < training
+    # Of a tiny model they differ by less than the thousandth of a GiB that is printed.
+    assert 0 < loading <= training
 
 
 def test_rewards_profiles_and_gradients_of_pixels(tmp_path):

@@ -592,7 +592,8 @@ def test_colocated_processes_that_share_tokens_have_a_share_of_them(make_recipe)
     memory, other = (made.memory["1.1 online training"] for made in (four, shared))
     # A pass of training needs more than one of rollouts here, and all of it is of tokens.
     assert other.activations == pytest.approx(memory.activations / 2, rel=0.01)
-    assert other.samples == 2 * memory.samples
+    # Twice as many rows of an update, and as many prompts of a pass.
+    assert memory.samples < other.samples < 2 * memory.samples
     assert other.waiting > memory.waiting, "both have the samples that they share"
     differing = {"activations": 0, "samples": 0, "waiting": 0}
     assert dataclasses.replace(other, **differing) == dataclasses.replace(memory, **differing)
