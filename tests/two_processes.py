@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-import tests.forked  # noqa: F401  what the server imports
 from ebbflow.training import distributed
+from tests.forked import CONTEXT
 
 
 def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: str) -> None:
@@ -41,6 +41,10 @@ def as_ranks(world: int, work: Callable[..., object], *arguments: Any, **environ
         for name, value in (group | environment).items():
             patch.setenv(name, value)
         patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
+        # A fork server that starts imports first, for longer than ranks wait where others compute.
+        first = CONTEXT.Process(target=int)
+        first.start()
+        first.join()
         given = (work, arguments, dict(os.environ))
         other = torch.multiprocessing.start_processes(
             _run_further_rank, given, nprocs=world - 1, join=False, start_method="forkserver"
