@@ -62,7 +62,7 @@ MODELS = {
 HEADER = """# The memory of a process, counted
 
 One process of a recipe, whose GPU has everything: it loads, encodes prompts, generates and decodes,
-and trains on two passes of its rows. Its own code runs on the meta device at the
+and trains on two passes of rows. Its own code runs on the meta device at the
 published sizes, and the bytes of each tensor are counted when it is made and when it is freed. The
 estimate is what `ebbflow estimate` says of these phases, without the samples of a step. Nothing
 here was measured on a GPU, whose allocator and kernels take more.

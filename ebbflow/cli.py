@@ -56,8 +56,8 @@ def main() -> None:
 
     EBBFLOW_LOG_LEVEL sets how much is logged: DEBUG, INFO (default), WARNING or ERROR.
     """
-    # Nearly all objects that torch and diffusers make as they are imported stay. To look for
-    # garbage among them after every 700, Python's default, takes an eighth of that time.
+    # Nearly all objects that torch and diffusers make as they are imported stay: Python's default,
+    # to look for garbage after every 700 of them, spends CPU time on nothing.
     gc.set_threshold(GARBAGE_THRESHOLD)
     try:
         configure_logging()

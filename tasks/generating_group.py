@@ -13,7 +13,7 @@ from ebbflow.recipe import Recipe
 if TYPE_CHECKING:
     from ebbflow.tracking.child_run import RunLogger
 
-LONGEST_WAIT = timedelta(days=1)
+GENERATION_TIMEOUT = timedelta(days=1)
 """How long a rank waits for another. One that has no micro-batch in the last round waits as long as
 that takes, which for videos is more than the half hour of a training group. The launcher ends the
 ranks when one of them dies, heartbeats name one that stands still, and ``max_hours`` ends the pod.
@@ -26,9 +26,10 @@ def join_generating_group(recipe: Recipe) -> Iterator[None]:
     from ebbflow.compute import set_up_process
     from ebbflow.training.distributed import enter_phase, join_process_group
 
+    # Before anything is allocated: a rank without its GPU ends here.
     set_up_process(recipe)
     # Pixels, scores and rows travel, and all of them lie in main memory: no GPU talks to another.
-    with join_process_group(backend="gloo", timeout=LONGEST_WAIT):
+    with join_process_group(backend="gloo", timeout=GENERATION_TIMEOUT):
         enter_phase("generating")
         yield
 

@@ -148,14 +148,7 @@ def estimate_from_sizes(
     adapted = count_adapted_weights(recipe, sizes)
     process_memory = ProcessMemory(recipe, sizes, sample, trained, adapted)
     parts = count_part_bytes(process_memory)
-    memory = {
-        name: add_encoding(process_memory, replace(task, waiting=parts), 1)
-        for name, task in (
-            ("text encoding", process_memory.encoding_memory()),
-            ("evaluation", replace(process_memory, sample=evaluated).evaluation_memory()),
-        )
-    }
-    memory |= estimate_stage_memory(
+    memory = _estimate_task_memory(process_memory, evaluated) | estimate_stage_memory(
         process_memory,
         contexts,
         processes * nodes,
@@ -186,6 +179,19 @@ def estimate_from_sizes(
         sharding=sharding,
         context_parallel=context_parallel,
     )
+
+
+def _estimate_task_memory(process: ProcessMemory, evaluated: SampleSize) -> dict[str, Memory]:
+    """Return the memory of the tasks outside of stages, by their names in the table."""
+    tasks = {
+        "text encoding": process.encoding_memory(),
+        "evaluation": replace(process, sample=evaluated).evaluation_memory(),
+    }
+    parts = count_part_bytes(process)
+    # Each is one process with the whole model, whatever shares the stages' models.
+    return {
+        name: add_encoding(process, replace(task, waiting=parts), 1) for name, task in tasks.items()
+    }
 
 
 def _list_estimated_stages(recipe: Recipe) -> list[StageContext]:

@@ -176,17 +176,17 @@ def write_shard(
         # A thread compresses and writes what was generated beside the next forward passes, and has
         # at most one micro-batch of each rank waiting, so that memory stays bounded.
         with ThreadPoolExecutor(1) as thread:
-            batches = collect_rounds(_call_beside(thread, build_rows, groups, 1))
+            batches = collect_rounds(_call_in_thread(thread, build_rows, groups, 1))
             ranks = Ranks.current()
             if ranks.rank:
                 list(batches)  # empty: rank 0 has the rows
                 return
             with open_table_writer(path, schema, about) as write:
-                for _ in _call_beside(thread, write, batches, ranks.world):
+                for _ in _call_in_thread(thread, write, batches, ranks.world):
                     pass
 
 
-def _call_beside(
+def _call_in_thread(
     thread: ThreadPoolExecutor, function: Callable[[A], B], values: Iterable[A], waiting: int
 ) -> Iterator[B]:
     """Yield the results of a function that a thread calls while the next values are made; at most

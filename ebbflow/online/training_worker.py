@@ -234,13 +234,7 @@ def _build_step_samples(
     # Losses with a copy of the policy from before the step compare with the policy as it is now.
     updater.start_rollout()
     keys = SampleKeys.join_keys([request.keys for request in requests])
-    # One row for each prompt. Rows of a request follow those of the requests before it, so its
-    # indices move by as many.
-    conditioning = Conditioning.concatenate([request.conditioning for request in requests])
-    first_row = np.cumsum([0] + [len(request.conditioning) for request in requests])
-    sample_index = np.concatenate(
-        [r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]
-    )
+    conditioning, sample_index = _join_conditioning(requests)
     conditioning = conditioning.to(device_of(updater.policy.model))
     if not ctx.config.guidance_in_loss:
         conditioning = conditioning.without_guidance()
@@ -276,6 +270,17 @@ def _build_step_samples(
         scorer=scorer,
     )
     return samples, metrics
+
+
+def _join_conditioning(requests: Sequence[RolloutRequest]) -> tuple[Conditioning, np.ndarray]:
+    """Join the conditioning of requests, one row for each prompt, and the row of each sample."""
+    conditioning = Conditioning.concatenate([request.conditioning for request in requests])
+    # Rows of a request follow those of the requests before it, so its indices move by as many.
+    first_row = np.cumsum([0] + [len(request.conditioning) for request in requests])
+    sample_index = np.concatenate(
+        [r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]
+    )
+    return conditioning, sample_index
 
 
 def _train_on_samples(

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -231,18 +231,9 @@ def join_process_group(
     device = choose_rank_gpu(int(os.environ["LOCAL_RANK"]))
     backend = backend or choose_backend(main_memory)
     has_nccl = device is not None and "nccl" in backend
-    path = os.environ.get(STORE)
-    if path:
-        # The launcher sees how each rank on its own machine ends, so nobody has to be told.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
-        rank = int(os.environ["RANK"])
-        world = int(os.environ["WORLD_SIZE"])
-        store: Store = dist.FileStore(path, world)  # type: ignore[attr-defined]
-        naming_errors: AbstractContextManager[None] = nullcontext()
-    else:
-        with _name_lost_peers():
-            store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
-        naming_errors = _name_lost_peers(store, rank)
+    store, rank, world = _open_store()
+    # The launcher sees how each rank on its own machine ends: nobody has to name a lost one there.
+    naming_errors = nullcontext() if os.environ.get(STORE) else _name_lost_peers(store, rank)
     try:
         with naming_errors, nullcontext() if timeout else _name_phase_of_timeout():
             dist.init_process_group(
@@ -270,6 +261,21 @@ def join_process_group(
         if dist.is_initialized():
             leave_failed_group()
         raise
+
+
+def _open_store() -> tuple[Store, int, int]:
+    """Open the store in which the ranks meet; with it this rank and their number."""
+    path = os.environ.get(STORE)
+    if path:
+        # All ranks are on this machine: nothing has to listen on its other interfaces.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+        rank = int(os.environ["RANK"])
+        world = int(os.environ["WORLD_SIZE"])
+        return dist.FileStore(path, world), rank, world  # type: ignore[attr-defined]
+    # A rank that never comes is named here, before there is a store to look for its error.
+    with _name_lost_peers():
+        store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
+    return store, rank, world
 
 
 def leave_failed_group() -> None:

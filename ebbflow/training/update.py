@@ -240,11 +240,7 @@ class PolicyUpdater:
         if not (math.isfinite(norm_value) and loss_is_finite):
             raise build_non_finite_error(results, batch, means, norm, self.policy)
         self._take_optimizer_step(norm)
-        # The same on every process, as the mean is; the reset itself waits for the end of the step,
-        # so that all updates of a step have one reference.
-        limit = self.stage.reference.reset_above
-        if limit is not None and means.get("kl/reference", 0.0) > limit:
-            self.is_reset_due = True
+        self._note_due_reset(means)
         # Not every update measures the drift; those that do not report the last value.
         self.drift = means.setdefault("velocity_drift", self.drift)
         # Processes that share the tokens of a row have all counted it.
@@ -257,6 +253,14 @@ class PolicyUpdater:
             | ({"anchor/loss": float(self.anchor_loss)} if self.anchor else {})
             | self._check_drift(self.drift)
         )
+
+    def _note_due_reset(self, means: Mapping[str, float]) -> None:
+        """Note that the reference is to be renewed, where its penalty is above the limit."""
+        # The same on every process, as the mean is; the reset itself waits for the end of the step,
+        # so that all updates of a step have one reference.
+        limit = self.stage.reference.reset_above
+        if limit is not None and means.get("kl/reference", 0.0) > limit:
+            self.is_reset_due = True
 
     def _take_optimizer_step(self, norm: Tensor) -> None:
         """Clip the gradients, change the parameters, and let the copies that follow them follow."""
