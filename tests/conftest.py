@@ -27,6 +27,7 @@ from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
 from ebbflow.storage.artifacts import write_new_folder
+from tests.forked import is_fork_server_a_fork_of_this_process, stop_fork_server
 from tests.glyph_stages import small_stage
 from tests.mlflow_settings import read_tracking_uri
 from tests.printed_results import register_result_printer
@@ -90,6 +91,22 @@ def tracking_uri_is_left_as_found() -> Iterator[None]:
     yield
     after = read_tracking_uri()
     assert after == before, f"This test changed MLflow's tracking URI: {before!r}, now {after!r}."
+
+
+@pytest.fixture(autouse=True)
+def fork_server_is_no_fork_of_pytest() -> Iterator[None]:
+    """Fails a test whose task leaves pytest's process as the server that later programs and ranks
+    are forked from.
+
+    They would hang or fail, far from the cause, and only in the order that one run happens to have.
+    """
+    yield
+    if is_fork_server_a_fork_of_this_process():
+        stop_fork_server()
+        pytest.fail(
+            "The fork server is a fork of pytest: call the task in separate_fork_server()"
+            " (tests/forked.py)."
+        )
 
 
 @pytest.fixture(autouse=True)

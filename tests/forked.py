@@ -60,17 +60,31 @@ CONTEXT.set_forkserver_preload(PRELOADED)
 
 @contextmanager
 def separate_fork_server() -> Iterator[None]:
-    """Give a task that starts a process group here a fork server that ends with it.
+    """Give a task that prepares or starts a process group here a fork server that ends with it.
 
-    The task's launcher forks this process as the server (tasks/elastic.py). Programs of later tests
-    would be forks of pytest, with its standard streams and with ``workflows`` imported already.
+    The task forks this process as the server (tasks/elastic.py). Programs of later tests would be
+    forks of pytest, with its standard streams, with ``workflows`` imported already, and with locks
+    that another thread of pytest held.
     """
-    server = forkserver._forkserver  # type: ignore[attr-defined]
-    server._stop()
+    stop_fork_server()
     try:
         yield
     finally:
-        server._stop()
+        stop_fork_server()
+
+
+def stop_fork_server() -> None:
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def is_fork_server_a_fork_of_this_process() -> bool:
+    """Tell whether programs would be forks of pytest; a server of ``multiprocessing``'s own is a
+    new interpreter with a command line of its own.
+    """
+    server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is None or not psutil.pid_exists(server):
+        return False
+    return psutil.Process(server).cmdline() == psutil.Process().cmdline()
 
 
 class ForkedProgram:
@@ -172,10 +186,6 @@ def _run(
     new_session: bool,
 ) -> None:
     """Become the program."""
-    assert "_pytest.main" not in sys.modules, (
-        "the fork server is a fork of pytest, made by a task that started a process group in"
-        " pytest's process: let that test call the task in separate_fork_server()"
-    )
     if new_session:
         os.setsid()
     # Processes that the program forks keep both the handler and the file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,15 @@ from ebbflow.tracking.store import connect_to_store
 from tasks.cache import LOCAL_CACHE
 from tasks.start_run import start_run
 from tasks.types import BaseModelArtifact
+from tests.forked import separate_fork_server
 from tests.storage.lock_cases import locked_elsewhere
+
+
+@pytest.fixture(autouse=True)
+def ends_its_fork_server() -> Iterator[None]:
+    """``start_run`` prepares the process group of the recipe's offline stage."""
+    with separate_fork_server():
+        yield
 
 
 @pytest.fixture(scope="module")
