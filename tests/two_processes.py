@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
+import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from ebbflow.training import distributed
-from tests.forked import CONTEXT
+from tests.forked import CONTEXT, DUMP_SIGNAL
 
 
 def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: str) -> None:
@@ -45,24 +48,33 @@ def as_ranks(world: int, work: Callable[..., object], *arguments: Any, **environ
         first = CONTEXT.Process(target=int)
         first.start()
         first.join()
-        given = (work, arguments, dict(os.environ))
-        other = torch.multiprocessing.start_processes(
-            _run_further_rank, given, nprocs=world - 1, join=False, start_method="forkserver"
-        )
-        try:
-            work(*arguments)
-        except Exception:
-            other.join(
-                timeout=60
-            )  # raises what the other one raised, if it did: then this one only lost its partner
-            raise
-        while not other.join():
-            pass
+        with tempfile.NamedTemporaryFile("r", suffix=".stacks") as stacks:
+            given = (work, arguments, dict(os.environ), stacks.name)
+            other = torch.multiprocessing.start_processes(
+                _run_further_rank, given, nprocs=world - 1, join=False, start_method="forkserver"
+            )
+            try:
+                work(*arguments)
+            except Exception as error:
+                # Raises what the other one raised, if it did: then this one only lost its partner.
+                if not other.join(timeout=60):
+                    for process in other.processes:
+                        os.kill(process.pid, DUMP_SIGNAL)
+                        time.sleep(0.5)  # one after another: all of them write into one file
+                    error.add_note(f"the other processes still run:\n{stacks.read()}")
+                raise
+            while not other.join():
+                pass
 
 
 def _run_further_rank(
-    index: int, work: Callable[..., object], arguments: tuple[Any, ...], environment: dict[str, str]
+    index: int,
+    work: Callable[..., object],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    stacks: str,
 ) -> None:
+    faulthandler.register(DUMP_SIGNAL, file=open(stacks, "a"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
     os.environ.update(environment)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(index + 1)
