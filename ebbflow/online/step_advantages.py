@@ -24,6 +24,7 @@ from ebbflow.online.messages import RolloutBatch
 from ebbflow.recipe.latents import list_judges
 from ebbflow.rewards.base import RewardError
 from ebbflow.stage import StageContext
+from ebbflow.training.gradients import TrainingError
 
 
 def compute_step_advantages(
@@ -57,6 +58,12 @@ def compute_step_advantages(
     reshaped = reshape(
         advantages, scores, ctx.config.hyper_parameters, {} if memory is None else memory
     )
+    if reshaped.penalty_factor is not None and not ctx.config.algorithm_kind.records_trajectory:
+        raise TrainingError(
+            f"'reshape' of {ctx.config.algorithm_name} returned a penalty_factor, which only rows"
+            " of trajectories have; leave it None, or derive its hyper-parameters from"
+            " TrajectoryConfig"
+        )
     # Losses rely on the clip, whatever the algorithm multiplied the advantages with.
     clip = ctx.config.advantages.clip
     values = reshaped.values if clip is None else reshaped.values.clip(-clip, clip)

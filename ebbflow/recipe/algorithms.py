@@ -369,4 +369,22 @@ class CustomAlgorithmConfig(Strict):
                 f"{self.path} asks for the copy 'teacher' and has no key for its path; give"
                 f" {config.__name__} a field 'teacher: str', its policy folder or URI"
             )
+        self._check_reshape(algorithm, hyper)
         return algorithm, hyper
+
+    def _check_reshape(self, algorithm: Any, hyper: AlgorithmConfig) -> None:
+        declares = type(hyper).__name__
+        # The recipe is checked by the class alone, which a tree or latents of their own rely on.
+        if (algorithm.reshape is not None) != hyper.reshapes_advantages:
+            there = "has" if algorithm.reshape else "has no"
+            raise RecipeError(
+                f"{self.path} {there} 'reshape', and {declares}.reshapes_advantages is"
+                f" {hyper.reshapes_advantages}; write 'reshapes_advantages: ClassVar ="
+                f" {algorithm.reshape is not None}' into {declares}"
+            )
+        if algorithm.reshape and "offline" in hyper.stages:
+            raise RecipeError(
+                f"{self.path} has 'reshape', which changes the advantages of one step, and offline"
+                " stages compute those of all samples at once; take 'offline' out of"
+                f" {declares}.stages"
+            )

@@ -49,6 +49,12 @@ class TaughtForward(OwnForward):
     teacher: str = "s3://bucket/teacher"
 
 
+class Reshaping(OwnForward):
+    """Mine, on final latents, with advantages of its own."""
+
+    reshapes_advantages = True
+
+
 class Defaults(TrajectoryConfig):
     """Mine, with keys of a window and a sampler without their kind and name."""
 
@@ -68,6 +74,11 @@ TAUGHT_FORWARD = Algorithm(
 UNTAUGHT = Algorithm(
     OwnTrajectory, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"})
 )
+RESHAPES = Algorithm(Reshaping, lambda rows, config: (None, {}), reshape=lambda *given: given[0])
+RESHAPES_UNSAID = Algorithm(
+    OwnTrajectory, lambda rows, config: (None, {}), reshape=lambda *given: given[0]
+)
+RESHAPES_NOT = Algorithm(Reshaping, lambda rows, config: (None, {}))
 DEFAULTS = Algorithm(Defaults, lambda rows, config: (None, {}))
 HERE = __name__
 
@@ -168,6 +179,18 @@ def test_what_goes_wrong_inside_a_users_module_comes_through(tmp_path, monkeypat
         (
             online(algorithm=own("EVERYWHERE")),
             ("EVERYWHERE: offline stages store no trajectories", "Everywhere.stages"),
+        ),
+        (
+            online(algorithm=own("RESHAPES_UNSAID")),
+            ("RESHAPES_UNSAID has 'reshape'", "'reshapes_advantages: ClassVar = True'"),
+        ),
+        (
+            online(algorithm=own("RESHAPES_NOT")),
+            ("RESHAPES_NOT has no 'reshape'", "'reshapes_advantages: ClassVar = False'"),
+        ),
+        (
+            offline(algorithm=own("RESHAPES")),
+            ("RESHAPES has 'reshape'", "take 'offline' out of Reshaping.stages"),
         ),
         (
             online(algorithm=own("HERE")),
