@@ -105,8 +105,8 @@ class GracefulElastic(Elastic):
 class GracefulElasticTask(PytorchElasticFunctionTask):
     """Passes SIGTERM on to the processes, which agree on a step, save and raise together.
 
-    When a node of several is gone, the task is retried. The task function takes the recipe as
-    ``recipe``.
+    When a process is killed or a node of several is gone, the task is retried. The task function
+    takes the recipe as ``recipe``.
     """
 
     terminated = False
@@ -150,9 +150,25 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             signal.signal(signal.SIGTERM, previous_handler)
 
     def _launch_processes(self, **kwargs: Any) -> Any:
-        """Run the ranks: those of this node, or outside of a PyTorchJob all of them here."""
-        if self.task_config.nnodes > 1 and IN_JOB in os.environ:
-            return self._launch_processes_of_node(**kwargs)
+        """Run the ranks: those of this node, or outside of a PyTorchJob all of them here.
+
+        Raises:
+            FlyteRecoverableException: another node is gone or did not come, or a process of this
+                one was killed.
+        """
+        in_job = self.task_config.nnodes > 1 and IN_JOB in os.environ
+        launch = self._launch_processes_of_node if in_job else self._launch_all_processes
+        try:
+            return launch(**kwargs)
+        except IgnoreOutputs:
+            raise
+        except Exception as error:
+            reason = _explain_lost_process(error, several_nodes=in_job)
+            if reason:
+                raise FlyteRecoverableException(f"{self._short_name}: {reason}") from error
+            raise  # an error of the stage, which another attempt would meet again
+
+    def _launch_all_processes(self, **kwargs: Any) -> Any:
         processes = self._count_processes(**kwargs)
         settings = {
             "min_nodes": 1,
@@ -165,12 +181,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             return super().execute(**kwargs)
 
     def _launch_processes_of_node(self, **kwargs: Any) -> Any:
-        """Run the processes of this node, which meet those of the others.
-
-        Raises:
-            FlyteRecoverableException: another node is gone or did not come, or a process of this
-                one was killed.
-        """
+        """Run the processes of this node, which meet those of the others."""
         processes = self.task_config.nproc_per_node
         nodes = self.task_config.nnodes
         logger.info(
@@ -188,11 +199,6 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
                     "%s is done on this node; the first node returns its outputs", self._short_name
                 )
                 raise
-            except Exception as error:
-                reason = _explain_lost_node(error)
-                if reason:
-                    raise FlyteRecoverableException(f"{self._short_name}: {reason}") from error
-                raise  # an error of the stage, which another attempt would meet again
 
     def _count_processes(self, **inputs: Any) -> int:
         """Count the ranks outside of a PyTorchJob."""
@@ -310,7 +316,7 @@ def _fork_server(executable: str, arguments: list[str], descriptors: list[int]) 
         os._exit(0)
 
 
-def _explain_lost_node(error: Exception) -> str | None:
+def _explain_lost_process(error: Exception, several_nodes: bool) -> str | None:
     """Explain an error that another attempt may not meet: a connection to another node that broke,
     or a process that was killed; None for any other.
     """
@@ -329,10 +335,8 @@ def _explain_lost_node(error: Exception) -> str | None:
         return None
     # By a signal: SIGKILL where memory is used up, SIGABRT by NCCL when a connection breaks.
     name = signal.Signals(-failure.exitcode).name
-    return (
-        f"process {failure.local_rank} of this node ended by {name}; another node may be gone,"
-        " or its memory used up"
-    )
+    reason = f"process {failure.local_rank} of this node ended by {name}; its memory may be used up"
+    return f"{reason}, or another node gone" if several_nodes else reason
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageError
 from ebbflow.recipe.online import Role, WorkersConfig
-from ebbflow.rewards.combine import load_scorer
+from ebbflow.recipe.rewards import select_trained
+from ebbflow.rewards.combine import Scorer, load_scorer
 from ebbflow.rollouts.engine import Diffusers, open_engine
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
@@ -234,14 +235,18 @@ def open_training_worker(
         shard=world > 1,
         context_parallel=context_parallel,
     )
-    scorer = (
-        load_scorer(ctx.branch_recipe.rewards, ())
-        if ctx.config.algorithm_kind.needs_reward_gradient
-        else None
-    )
-    return RayTrainingWorker(
-        ctx, PolicyUpdater(policy, ctx.online_config, metadata), metadata, rank, scorer
-    )
+    updater = PolicyUpdater(policy, ctx.online_config, metadata)
+    return RayTrainingWorker(ctx, updater, metadata, rank, load_reward_gradients(ctx))
+
+
+def load_reward_gradients(ctx: StageContext) -> Scorer | None:
+    """Load the rewards that the algorithm of a stage learns from by their gradient, if it does.
+
+    Those of weight 0 only score: a reward worker loads them, not the GPU that trains.
+    """
+    if not ctx.config.algorithm_kind.needs_reward_gradient:
+        return None
+    return load_scorer(select_trained(ctx.branch_recipe.rewards), ())
 
 
 def open_rollout_worker(ctx: StageContext, folders: ActorFolders, index: int) -> RolloutWorker:

@@ -24,11 +24,12 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError, dynamic_rendezvous
 
+from ebbflow.recipe import Recipe
 from tasks.elastic import (
     GracefulElastic,
     GracefulElasticTask,
     _create_socket_folder,
-    _explain_lost_node,
+    _explain_lost_process,
     _skip_method_name_search,
 )
 from tasks.train_offline import train_offline
@@ -162,14 +163,33 @@ def failed(exitcode: int) -> FlyteUserRuntimeException:
             "another node is gone",
         ),
         (failed(-signal.SIGABRT), "process 3 of this node ended by SIGABRT"),
-        (failed(-signal.SIGKILL), "SIGKILL; another node may be gone, or its memory used up"),
+        (
+            failed(-signal.SIGKILL),
+            "SIGKILL; its memory may be used up, or another node gone",
+        ),
         (failed(1), None),
         (ValueError("a bug"), None),
     ],
 )
 def test_what_another_attempt_may_not_meet(error: Exception, words: str | None) -> None:
-    lost = _explain_lost_node(error)
+    lost = _explain_lost_process(error, several_nodes=True)
     assert words in lost if words and lost else lost is words
+
+
+@pytest.mark.parametrize(("exitcode", "retried"), [(-signal.SIGKILL, True), (1, False)])
+def test_a_process_that_is_killed_is_retried_on_one_node_as_well(
+    monkeypatch: pytest.MonkeyPatch, exitcode: int, retried: bool
+) -> None:
+    def fail(*of_launch: object, **inputs: object) -> None:
+        raise failed(exitcode)
+
+    monkeypatch.setattr(GracefulElasticTask, "_launch_all_processes", fail)
+    with pytest.raises(FlyteRecoverableException if retried else FlyteUserRuntimeException) as kept:
+        train_offline._launch_processes(recipe=Recipe())
+    if retried:
+        assert "process 3 of this node ended by SIGKILL; its memory may be used up" in str(
+            kept.value
+        )
 
 
 def test_sockets_have_short_paths_however_long_the_output_is(
