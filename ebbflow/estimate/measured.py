@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from ebbflow.data.model_sizes import ModelSizes, SampleSize
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.storage.disk import DiskFullError, write_text
 from ebbflow.storage.identity import compute_code_digest, describe_state
+from ebbflow.storage.user_cache import find_user_cache
 
 logger = logging.getLogger(__name__)
 MODELS = Path(__file__).parents[1] / "models"
@@ -66,7 +66,7 @@ def check_once(model: ModelConfig, name: str, check: Callable[[], None]) -> None
 
 def cache_folder() -> Path:
     """Return the folder of the sizes, below ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbflow" / "sizes"
+    return find_user_cache("sizes")
 
 
 def _cache_key(model: ModelConfig, check: str) -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ebbflow.models.base import Model, ModelError
+from ebbflow.storage.user_cache import find_user_cache
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""torch's environment variable: where compiled kernels are kept, Triton's too."""
+logger = logging.getLogger(__name__)
 
 
 def compile_blocks(model: Model) -> None:
@@ -27,9 +34,23 @@ def compile_blocks(model: Model) -> None:
             " on the PATH; install g++ or set CXX, or leave model.compile out"
         )
     configure_compiler()
+    keep_compiled_kernels()
     # Static shapes: kernels for any number of rows would add in another order than those for one.
     for block in model.list_blocks():
         block.compile(dynamic=False)
+
+
+def keep_compiled_kernels() -> None:
+    """Keep compiled kernels among the caches of the user, unless ``TORCHINDUCTOR_CACHE_DIR`` names
+    another folder.
+
+    torch keeps them in the folder of temporary files, and a machine that starts again would
+    compile everything again.
+    """
+    # torch sets the variable to its default when it is imported.
+    if os.environ.get(CACHE) in (None, default_cache_dir()):
+        os.environ[CACHE] = str(find_user_cache("compiled"))
+    logger.info("compiled kernels are kept in %s (%s)", os.environ[CACHE], CACHE)
 
 
 def configure_compiler() -> None:

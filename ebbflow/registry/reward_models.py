@@ -30,6 +30,7 @@ from ebbflow.registry.promotion import (
 from ebbflow.rewards.built_in.model import MODELS, ModelRewardConfig
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.locks import wait_for_lock
+from ebbflow.storage.user_cache import find_user_cache
 from ebbflow.tracking.store import (
     allow_long_uploads,
     connect_to_store,
@@ -233,8 +234,7 @@ def _require_digest(version: RewardModelVersion, uri: str, digest: str | None) -
 
 
 def _cache_folder() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "ebbflow" / "reward_models"
+    return find_user_cache("reward_models")
 
 
 def _download_folder(version: RewardModelVersion, folder: Path) -> None:

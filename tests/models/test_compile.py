@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import (
+    cache_dir,
+    default_cache_dir,
+    triton_cache_dir,
+)
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import ModelError
 from ebbflow.models.base import predict
-from ebbflow.models.compile import compile_blocks
+from ebbflow.models.compile import CACHE, compile_blocks
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
@@ -50,12 +58,40 @@ def test_graphs_round_as_uncompiled_code_and_are_not_chosen_by_their_time(model,
     assert settings.emulate_precision_casts
 
 
+@pytest.mark.parametrize("set_by_torch", [True, False])
+def test_compiled_kernels_are_among_the_caches_of_the_user(model, monkeypatch, set_by_torch):
+    """torch's default is a folder of temporary files, where a machine that starts again has none.
+    torch enters it into the environment when it is imported.
+    """
+    if set_by_torch:
+        monkeypatch.setenv(CACHE, default_cache_dir())
+    else:
+        monkeypatch.delenv(CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/volume")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **keys: None)
+    monkeypatch.setattr(os, "makedirs", lambda path, exist_ok: None)  # torch's, of the folder
+    compile_blocks(model)
+    assert Path(cache_dir()) == Path("/volume/ebbflow/compiled")
+    assert Path(triton_cache_dir(0)) == Path("/volume/ebbflow/compiled/triton/0")
+
+
+def test_a_folder_that_is_named_for_compiled_kernels_is_taken(model, monkeypatch):
+    monkeypatch.setenv(CACHE, "/named")
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **keys: None)
+    compile_blocks(model)
+    assert os.environ[CACHE] == "/named"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "config", [PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4)], ids=["full", "lora"]
 )
-def test_compiled_training_predicts_what_compiled_rollouts_did(model, config, precision):
+def test_compiled_training_predicts_what_compiled_rollouts_did(
+    model, config, precision, monkeypatch, tmp_path_factory
+):
+    monkeypatch.setenv(CACHE, str(tmp_path_factory.getbasetemp() / "compiled"))
     model.precision = precision
     policy = Policy(model, config, 0)
     move(policy)
