@@ -79,16 +79,17 @@ def compare_needs(estimate: Estimate, deployment: DeploymentConfig) -> tuple[lis
             )
             fixes = _suggest_fixes(estimate, name, machine, need)
             misfits.append(f"{problem}: {', or '.join(fixes)}")
-        # Offloading trades a GPU's memory for main memory, which may be too small in turn.
-        offloaded = _offloaded_bytes(estimate, name, machine)
-        if offloaded > machine.main_memory:
+        # A process with a GPU keeps text encoders, samples and what it offloads in main memory.
+        waiting = _waiting_bytes(estimate, name, machine)
+        if waiting > machine.main_memory:
             # ``mem`` is of the pod, whose processes share it.
-            more = math.ceil((offloaded - machine.main_memory) * machine.sharing / GIB)
-            misfits.append(
-                f"{name} keeps {offloaded / GIB:.1f} GiB in {MAIN_MEMORY}, and {machine.key} gives"
-                f" it {machine.main_memory / GIB:.1f} GiB: raise {machine.key}.mem by {more}Gi, or"
-                " leave model.cpu_offload out"
+            more = math.ceil((waiting - machine.main_memory) * machine.sharing / GIB)
+            misfit = (
+                f"{name} keeps {waiting / GIB:.1f} GiB in {MAIN_MEMORY}, and {machine.key} gives"
+                f" it {machine.main_memory / GIB:.1f} GiB: raise {machine.key}.mem by {more}Gi"
             )
+            offloads = estimate.memory[name].offloaded
+            misfits.append(f"{misfit}, or leave model.cpu_offload out" if offloads else misfit)
     return lines, misfits
 
 
@@ -101,12 +102,11 @@ def _needed_bytes(estimate: Estimate, name: str, machine: Machine) -> int:
     return memory.peak_bytes + memory.main_memory_bytes
 
 
-def _offloaded_bytes(estimate: Estimate, name: str, machine: Machine) -> int:
-    """Return the bytes in main memory of a process with a GPU that offloads: those, and what else
-    waits there; else 0.
+def _waiting_bytes(estimate: Estimate, name: str, machine: Machine) -> int:
+    """Return the bytes in main memory of a process with a GPU; 0 for one without, whose need has
+    them.
     """
-    memory = estimate.memory[name]
-    return memory.main_memory_bytes if machine.gpu and memory.offloaded else 0
+    return estimate.memory[name].main_memory_bytes if machine.gpu else 0
 
 
 def find_machine(estimate: Estimate, name: str, deployment: DeploymentConfig) -> Machine:
@@ -200,11 +200,11 @@ def _suggest_fixes(estimate: Estimate, name: str, machine: Machine, need: float)
     """
     fixes = []
     # A change must not move the problem to main memory, unless that was too small before.
-    allowed_offload = max(machine.main_memory, _offloaded_bytes(estimate, name, machine))
+    allowed = max(machine.main_memory, _waiting_bytes(estimate, name, machine))
     for changed, change in _iterate_changes(estimate, name):
         changed_need = _needed_bytes(changed, name, machine)
-        offloaded = _offloaded_bytes(changed, name, machine)
-        if changed_need <= machine.usable_bytes and offloaded <= allowed_offload:
+        waiting = _waiting_bytes(changed, name, machine)
+        if changed_need <= machine.usable_bytes and waiting <= allowed:
             fixes.append(f"set {change} ({changed_need / GIB:.1f} GiB)")
             break
     if not machine.gpu:

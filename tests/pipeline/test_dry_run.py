@@ -131,7 +131,7 @@ def test_a_colocated_stage_that_does_not_fit_is_refused_by_its_group(
 
 
 def test_what_is_proposed_fits() -> None:
-    small = DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, gpu_memory="13Gi"))
+    small = DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, gpu_memory="13Gi", mem="64Gi"))
     made = estimate_recipe(load_recipe(RECIPES[0].with_name("sd35_medium_ocr.yaml")))
     (misfit,) = [
         line for line in compare_needs(made, small)[1] if line.startswith("1.1 online training")
@@ -211,6 +211,21 @@ def test_what_is_offloaded_must_fit_into_the_main_memory_of_the_pod() -> None:
     )
     assert f"raise training_group.mem by {short}Gi" in line
     assert not misfit(made, "training", mem=f"{64 + short}Gi")
+
+
+def test_encoders_and_samples_must_fit_into_the_main_memory_of_the_pod() -> None:
+    """Each rank of a pod keeps its own text encoders there, also without ``model.cpu_offload``."""
+    made = offline_wan()
+    memory = made.memory["1.1 offline training"]
+    assert memory.offloaded == 0
+    waiting = memory.main_memory_bytes
+    needed = math.ceil(8 * waiting / 2**30)
+    (line,) = misfit(made, "training", mem="16Gi")
+    assert line == (
+        f"1.1 offline training keeps {waiting / 2**30:.1f} GiB in main memory, and training_group"
+        f" gives it 2.0 GiB: raise training_group.mem by {needed - 16}Gi"
+    )
+    assert not misfit(made, "training", mem=f"{needed}Gi")
 
 
 def test_actors_share_the_main_memory_of_a_pod_by_their_gpus() -> None:
