@@ -3,7 +3,8 @@
 The base model is fine-tuned on a few captioned pictures (SFT), which then anchor all later
 training. A turn labels pairs of the policy's pictures with a stand-in, whose taste is the OCR score
 and who errs in 10 % of the pairs; trains the reward model on all labels so far; lets its gate
-decide; and trains the policy on the reward model that the gate has left. Two other policies get as
+decide; and trains the policy on the reward model that the gate has left, with the seed that
+``ebbflow turn`` gives a turn, so that each has other prompts and noise. Two other policies get as
 many steps on a reward that never changes: the reward model of the first turn, and the size of the
 JPEG file (the compressibility of 2305.13301), where nothing begins anew after a turn: its policies
 of one, two and three turns are stages of as many steps. The true score is the OCR score on held-out
@@ -55,6 +56,7 @@ from ebbflow.reward_training.folder import (
     train_reward_folder,
 )
 from ebbflow.reward_training.queue import generate_queue
+from ebbflow.reward_training.turn import choose_turn_seed
 from ebbflow.rewards.combine import load_reward, load_scorer
 from ebbflow.stage import AnchorFiles, MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.disk import write_text
@@ -195,7 +197,9 @@ def run_seed(seed: int, folder: Path) -> None:
         "first_model": [
             before,
             first["scores"],
-            *bench.train_on(first_model, Path(first["policy"]), TURNS - 1, "first"),
+            *bench.train_on(
+                first_model, Path(first["policy"]), [turn["seed"] for turn in turns[1:]], "first"
+            ),
         ],
         "jpeg": [before, *bench.train_in_one_stage(FIXED_PROXY, start)],
     }
@@ -290,12 +294,21 @@ class Bench:
             write_results(session)
 
     def train(
-        self, reward: Mapping[str, Any], start: Path, policy_folder: Path, turns: int = 1
+        self,
+        reward: Mapping[str, Any],
+        start: Path,
+        policy_folder: Path,
+        seed: int,
+        turns: int = 1,
     ) -> None:
-        """Train a policy for the steps of some turns, unless it is there."""
+        """Train a policy for the steps of some turns, unless it is there.
+
+        Args:
+            seed: of the prompts and of the noise.
+        """
         if policy_folder.exists():
             return
-        recipe = build_recipe(self.seed, [reward], self.folder, turns * STEPS)
+        recipe = build_recipe(seed, [reward], self.folder, turns * STEPS)
         ctx = StageContext(recipe, 0, TRAINING)
         policy, metadata = open_policy(ctx, self.model, start)
         updater = PolicyUpdater(policy, ctx.config, metadata)
@@ -314,13 +327,15 @@ class Bench:
         save_policy(ctx, updater, metadata, record, policy_folder)
 
     def train_on(
-        self, reward: Mapping[str, Any], start: Path, turns: int, name: str
+        self, reward: Mapping[str, Any], start: Path, seeds: Sequence[int], name: str
     ) -> list[dict[str, float]]:
-        """Train for some turns on a reward that does not change; the scores after each."""
+        """Train for a turn with each of some seeds on a reward that does not change; the scores
+        after each.
+        """
         scores = []
-        for turn in range(1, turns + 1):
+        for turn, seed in enumerate(seeds, start=1):
             trained = self.folder / f"{name}-{turn}"
-            self.train(reward, start, trained)
+            self.train(reward, start, trained, seed)
             scores.append(self.measure(trained, reward))
             start = trained
         return scores
@@ -330,7 +345,7 @@ class Bench:
         scores = []
         for turns in range(1, TURNS + 1):
             trained = self.folder / f"{reward['name']}-{turns}"
-            self.train(reward, start, trained, turns)
+            self.train(reward, start, trained, self.seed, turns)
             scores.append(self.measure(trained, reward))
         return scores
 
@@ -369,12 +384,14 @@ def run_turns(bench: Bench, policy: Path) -> list[dict[str, Any]]:
             return [{"record": result}]
         reward = {"name": "model", "uri": str(champion)}
         next_policy = bench.folder / f"policy-{turn}"
-        bench.train(reward, policy, next_policy)
+        seed = choose_turn_seed(bench.build_recipe(OCR), record)
+        bench.train(reward, policy, next_policy, seed)
         policy = next_policy
         turns.append(
             {
                 "policy": str(policy),
                 "reward_model": str(champion),
+                "seed": seed,
                 "scores": bench.measure(policy, reward),
                 "record": result,
             }

@@ -15,12 +15,10 @@ from flytekit import task
 
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.digest import select_set_keys
+from ebbflow.recipe.recipe import SEEDS
 from tasks.files import fetch_data, fetch_prompt_file
 from tasks.resources import light_resources
 from tasks.sources import CODE
-
-SEEDS = 2**31
-"""``Recipe.seed`` is below."""
 
 logger = logging.getLogger(__name__)
 

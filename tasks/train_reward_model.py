@@ -13,7 +13,8 @@ from tasks.resources import accelerated_resources
 @task(**accelerated_resources())
 def train_reward_model(recipe: Recipe) -> Recipe:
     """Train, register and, if it agrees better with held-out labels, promote the reward model of
-    the recipe; return the recipe with the versions and digests of its reward models.
+    the recipe; return the recipe of the turn: with the versions and digests of its reward models,
+    and its seed (``choose_turn_seed``).
 
     Not cached: the same labels, keys and code find the version that was made from them.
     """
@@ -21,6 +22,7 @@ def train_reward_model(recipe: Recipe) -> Recipe:
     from ebbflow.launch import pin_rewards
     from ebbflow.reward_training.folder import require_reward_model_config
     from ebbflow.reward_training.run import train_and_register
+    from ebbflow.reward_training.turn import choose_turn_seed
     from ebbflow.rewards.base import RewardError
 
     require_requested_gpus()
@@ -39,4 +41,5 @@ def train_reward_model(recipe: Recipe) -> Recipe:
             f"the reward model {config.name!r} is the first one and was not promoted, so there is"
             f" none to train on: {'; '.join(decision.reasons)}"
         )
-    return pin_rewards(recipe)
+    seed = choose_turn_seed(recipe, outcome.record)
+    return pin_rewards(recipe).model_copy(update={"seed": seed})

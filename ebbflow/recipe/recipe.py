@@ -89,6 +89,9 @@ from ebbflow.recipe.students import (
     check_teachers_of_prompt_sets,
 )
 
+SEEDS = 2**31
+"""Number of seeds that a recipe may have."""
+
 
 class StopRuleConfig(Strict):
     """Early stopping: the rounds end when the validation reward has not grown by ``min_delta`` for
@@ -116,7 +119,7 @@ class Recipe(Strict):
 
     name: str = Field("glyph", pattern=NAME, max_length=MAX_LENGTH)
     """Name of the run."""
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(0, ge=0, lt=SEEDS)
     """Seed of all random numbers."""
     output: OutputText = "runs"
     """Folder (or URI) for the report and the summary, with one folder per run."""

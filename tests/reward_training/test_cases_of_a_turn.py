@@ -11,16 +11,21 @@ from reward_label_cases import build_recipe, encode, make_answers, write_rows
 from ebbflow.data.labels import read_labels
 from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import Prompt
+from ebbflow.data.sampling import sample_prompts
+from ebbflow.recipe import Recipe
 from ebbflow.reward_training import turn
 from ebbflow.reward_training.bad_cases import (
+    BadCase,
     find_disagreements,
     find_regressions,
     find_rejected_prompts,
     write_bad_cases,
 )
+from ebbflow.reward_training.folder import RewardModelRecord
 from ebbflow.reward_training.queue import choose_prompts
 from ebbflow.reward_training.select_pairs import select_pairs
 from ebbflow.rewards.reward_networks import RewardNetwork
+from ebbflow.stage import StageContext
 
 
 class Darkness(RewardNetwork):
@@ -107,7 +112,7 @@ def test_a_turn_with_more_labels_asks_about_other_prompts(tmp_path, monkeypatch)
 
     monkeypatch.setattr(turn, "set_up_process", lambda recipe: None)
     monkeypatch.setattr(turn, "open_served_policy", lambda *paths: (None, None))
-    monkeypatch.setattr(turn, "read_prompts", lambda path, split: prompts)
+    monkeypatch.setattr(turn, "read_prompts", lambda path: prompts)
     monkeypatch.setattr(turn, "read_table", lambda path: evaluation([0.5]))
     monkeypatch.setattr(turn, "generate_queue", write_asked_prompts)
     labels = write_rows(tmp_path / "1.parquet", make_answers(3))
@@ -119,3 +124,44 @@ def test_a_turn_with_more_labels_asks_about_other_prompts(tmp_path, monkeypatch)
     first, again, second = asked
     assert first == again
     assert len(second - first) > 10
+
+
+def describe_reward_model(labels: str, compared_with: str | None) -> RewardModelRecord:
+    return RewardModelRecord.model_construct(labels_digest=labels, compared_with=compared_with)
+
+
+def test_each_turn_with_new_labels_trains_on_other_prompts_and_noise():
+    recipe = Recipe(seed=3)
+    seeds = [
+        turn.choose_turn_seed(recipe, describe_reward_model(labels, compared_with))
+        for labels, compared_with in (("a", None), ("b", "1"), ("b", "1"), ("c", "1"))
+    ]
+    # `ebbflow label` has trained the stages on data of the first turn with the recipe's own.
+    assert seeds[0] == 3
+    # A killed turn is started again with the same labels.
+    assert seeds[1] == seeds[2]
+    assert len(set(seeds)) == 3
+    # As the prompts and the noise of an online stage are chosen.
+    stages = [StageContext(Recipe(seed=seed), 0, 0).stage_seed for seed in (seeds[0], *seeds[2:])]
+    prompts = [tuple(sample_prompts(range(1000), 32, 0, seed)) for seed in stages]
+    assert len(set(stages)) == 3
+    assert len(set(prompts[0]) & set(prompts[1])) < 10
+    assert len(set(prompts[1]) & set(prompts[2])) < 10
+
+
+def test_random_strings_of_earlier_turns_are_asked_about_again():
+    splits = ["train", "validation", "held_out", "train"]
+    table = [
+        Prompt(index, f'"P{index}"', "", f"P{index}", "glyph", split, "{}")
+        for index, split in enumerate(splits)
+    ]
+    cases = [BadCase(text, "x", 1.0) for text in ('"OLD"', '"P2"', '"P0"', '"OLD"', '"P1"')]
+    strings = turn.list_askable_prompts(Recipe(), table, cases)
+    assert [prompt.prompt for prompt in strings] == ['"P0"', '"P3"', '"OLD"']
+    # Held out and validated are not among them, and ids, which fix the noise, are of one prompt.
+    assert (strings[-1].target, strings[-1].prompt_id) == ("OLD", 4)
+    chosen = choose_prompts(strings, [case.prompt for case in cases], 2, 0)
+    assert {prompt.prompt for prompt in chosen} == {'"OLD"', '"P0"'}
+    # Prompts of a file are the same in every turn: what is not among them is no prompt of the run.
+    from_file = Recipe.model_validate({"prompts": {"source": "prompts.txt"}})
+    assert turn.list_askable_prompts(from_file, table, cases) == [table[0], table[3]]
