@@ -108,7 +108,7 @@ def main() -> None:
             finished = [run for run in results["runs"] if asked.items() <= run.items()]
             if finished and not arguments.again:
                 continue
-            run_result = asked | train_entry(asked)
+            run_result = asked | {"cpu": describe_machine()["cpu"]} | train_entry(asked)
             tqdm.write(
                 f"{name} {seed}: {run_result['before']['ocr']:.2f} ->"
                 f" {run_result['after']['ocr']:.2f}, drift {run_result['drift']:.3f}"
@@ -123,7 +123,9 @@ def main() -> None:
             runs = sorted(
                 [*other_runs, run_result], key=lambda run: (order.index(run["name"]), run["seed"])
             )
-            results = {"machine": describe_machine(), "runs": runs}
+            # The machine of the first runs: later ones say where theirs was another.
+            machine = results.get("machine") or describe_machine()
+            results = {"machine": machine, "runs": runs}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     write_report(RESULTS)
 

@@ -94,7 +94,7 @@ def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) ->
             " unless a table names another, `tesseract` and `similarity` are never trained on."
             " Entries: [algorithms.yaml](../algorithms.yaml). Rows with ° were evaluated every"
             " 8 CPU-seconds instead of 4, and about 4 CPU-seconds of theirs went to choosing"
-            " the prompts of 100,000 steps."
+            f" the prompts of 100,000 steps.{_name_other_machines(machine, runs)}"
         ),
         "",
         "![Held-out OCR over CPU-seconds](algorithms.png)",
@@ -111,6 +111,19 @@ def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) ->
                 *_format_table(names),
             ]
     return lines
+
+
+def _name_other_machines(machine: dict[str, Any], runs: Runs) -> str:
+    """Return a sentence for each processor that is not the page's: its rows had other seconds."""
+    names: dict[str, dict[str, None]] = {}
+    for run in runs:
+        cpu = run.get("cpu", machine["cpu"])
+        if cpu != machine["cpu"]:
+            names.setdefault(cpu, {})[f"`{run['name']}`"] = None
+    return "".join(
+        f" On {cpu}, whose CPU-seconds are not those of the others: {', '.join(rows)}."
+        for cpu, rows in names.items()
+    )
 
 
 def _format_table(names: dict[str, Runs]) -> list[str]:

@@ -82,6 +82,8 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
     runs.append(
         {key: value for key, value in runs[0].items() if key != "evaluate_every"} | {"name": "awm"}
     )
+    runs[1]["cpu"] = "x"
+    runs[3]["cpu"] = "y"
     (tmp_path / "a.json").write_text(
         json.dumps({"machine": {"cpu": "x", "cores": 2}, "runs": runs})
     )
@@ -92,6 +94,8 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
         " of 2 |" in page
     )
     assert "| awm ° | 0.95 |" in page
+    assert "On y, whose CPU-seconds are not those of the others: `awm`." in page
+    assert "On x, whose" not in page
     assert "| teacher of tdm, evaluated alike | 0.88 | 0.80 | – | 0.70 | 1.90 | – | – | – |" in page
     assert "teacher of crd" not in page
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
