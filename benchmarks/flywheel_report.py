@@ -76,7 +76,8 @@ def describe_setting(results: dict[str, Any]) -> list[str]:
         f" fine-tuned on {settings['pictures']} captioned pictures, which anchor all later"
         f" training. Each turn has {settings['pairs']} pairs labelled by a stand-in whose taste is"
         f" the OCR score and who prefers the worse picture in {settings['error_rate']:.0%} of them,"
-        f" and {settings['steps']} training steps of 64 samples. The true score is the OCR score of"
+        f" and {settings['steps']} training steps of 64 samples, on prompts and noise of its own as"
+        " with `ebbflow turn`. The true score is the OCR score of"
         " two samples of each of 96 held-out prompts, with the same noise at every evaluation. No"
         " interval is computed for it.",
     ]
