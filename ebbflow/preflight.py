@@ -359,11 +359,19 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
         check_folder(Path(model.path), model.family)
     # A family of a fixed size, such as glyph, never comes here: its recipe cannot set one.
     if model.family in FAMILIES and (model.height or model.width or model.frames > 1):
-        check_once(model, "size", partial(_check_size, "model", model))
+        _check_size("model", model)
 
 
 def _check_size(key: str, model: ModelConfig) -> None:
     """Check that the model can generate the size that a section of the recipe sets."""
+    sides = [side for side in (model.height, model.width) if side]
+    # Torch and the family's classes take seconds to import: only where its record does not tell.
+    if not FAMILIES[model.family].surely_generates(sides, model.frames):
+        check_once(model, "size", partial(_check_size_of_parts, key, model))
+
+
+def _check_size_of_parts(key: str, model: ModelConfig) -> None:
+    """Check the same by the configurations of the model's parts."""
     from ebbflow.models.sizes import check_size  # imports torch
 
     try:
@@ -416,7 +424,7 @@ def _check_further_sizes(recipe: Recipe) -> None:
             require_resize(adapter)
         return
     for key, resized_model in resized.items():
-        check_once(resized_model, "size", partial(_check_size, key, resized_model))
+        _check_size(key, resized_model)
 
 
 def _warn_of_evaluation_sampler(recipe: Recipe) -> None:

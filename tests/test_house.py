@@ -152,9 +152,12 @@ def test_importing_recipes_loads_no_heavy_library() -> None:
     assert not recipes.loaded & {"torch", "mlflow", "pandas", "pyarrow", "numpy"}
 
 
-def test_a_check_of_a_base_model_folder_loads_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [{}, {"height": 512, "width": 512}], ids=["its own", "given"])
+def test_a_check_of_a_base_model_folder_loads_no_torch(
+    tmp_path: Path, size: dict[str, int]
+) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    recipe = {"output": str(tmp_path), "model": {"family": "flux", "path": str(tmp_path)}}
+    recipe = {"output": str(tmp_path), "model": {"family": "flux", "path": str(tmp_path), **size}}
     (checked,) = _after(
         "from ebbflow.preflight import check_recipe; from ebbflow.recipe import Recipe;"
         f"check_recipe(Recipe.model_validate({recipe!r}), '', on_cluster=False)"

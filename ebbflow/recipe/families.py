@@ -10,6 +10,7 @@ have a record, too.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,9 @@ class Family:
         pipeline: class of diffusers that an index of its folders names; a user's own family leaves
             it out, as its ``load`` alone knows the layout of its folders.
         folder_files: what a base-model folder of the family must have.
+        size_multiple: pixels; every published model of the family generates images whose sides
+            are multiples of it, and some of them other sizes, too. 0: none is known.
+        frame_multiple: the same of videos, which have 1 + a multiple of it frames; 0: images.
         guided: whether it has classifier-free guidance, and so reads negative prompts.
         edits_images: whether every prompt comes with an image.
         min_images: the fewest images of a prompt, where it edits them.
@@ -61,6 +65,8 @@ class Family:
     adapter: str
     pipeline: str = ""
     folder_files: tuple[str, ...] = ("model_index.json",)
+    size_multiple: int = 0
+    frame_multiple: int = 0
     guided: bool = True
     edits_images: bool = False
     min_images: int = 1
@@ -79,6 +85,16 @@ class Family:
     def takes_images(self, count: int) -> bool:
         """Whether a prompt may have so many images, of a family that edits them."""
         return self.min_images <= count and (self.max_images is None or count <= self.max_images)
+
+    def surely_generates(self, sides: Iterable[int], frames: int) -> bool:
+        """Whether every published model of the family generates images of these sides, in pixels,
+        and so many frames. If not, the configuration of the model at hand decides.
+        """
+        if not self.size_multiple or any(side % self.size_multiple for side in sides):
+            return False
+        if self.frame_multiple:
+            return (frames - 1) % self.frame_multiple == 0
+        return frames == 1
 
     def describe_images(self) -> str:
         """How many images a prompt has, in words: "2", "1 or more"."""

@@ -20,6 +20,7 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="FluxModel",
     pipeline="FluxPipeline",
+    size_multiple=16,
     guided=False,
     vllm_omni="ebbflow_vllm_omni.networks:FLUX",
     feature_caches=("first_block", "taylor_seer", "mag"),

@@ -24,6 +24,7 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="Flux2Model",
     pipeline="Flux2Pipeline",
+    size_multiple=16,
     guided=False,
     vllm_omni="ebbflow_vllm_omni.networks:FLUX2",
     feature_caches=("taylor_seer", "mag"),

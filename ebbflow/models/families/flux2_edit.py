@@ -18,6 +18,7 @@ from ebbflow.recipe.families import Family
 FAMILY = Family(
     adapter="Flux2EditModel",
     pipeline="Flux2Pipeline",
+    size_multiple=16,
     guided=False,
     edits_images=True,
     max_images=None,

@@ -18,6 +18,7 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="Flux2KleinModel",
     pipeline="Flux2KleinPipeline",
+    size_multiple=16,
     feature_caches=("taylor_seer", "mag"),
 )
 QWEN3_8B = QWEN3_4B | {

@@ -20,6 +20,7 @@ from ebbflow.recipe.families import Family
 FAMILY = Family(
     adapter="FluxKontextModel",
     pipeline="FluxKontextPipeline",
+    size_multiple=16,
     guided=False,
     edits_images=True,
     feature_caches=("first_block", "taylor_seer", "mag"),

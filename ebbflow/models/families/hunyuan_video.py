@@ -21,6 +21,8 @@ from ebbflow.recipe.families import Family
 FAMILY = Family(
     adapter="HunyuanVideoModel",
     pipeline="HunyuanVideoPipeline",
+    size_multiple=16,
+    frame_multiple=4,
     guided=False,
     feature_caches=("first_block", "taylor_seer", "mag"),
 )

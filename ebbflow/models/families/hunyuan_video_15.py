@@ -24,6 +24,8 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="HunyuanVideo15Model",
     pipeline="HunyuanVideo15Pipeline",
+    size_multiple=16,
+    frame_multiple=4,
     feature_caches=("taylor_seer",),
 )
 PLAIN_GUIDER = {

@@ -26,6 +26,8 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="LTX2Model",
     pipeline="LTX2Pipeline",
+    size_multiple=32,
+    frame_multiple=8,
     latents=("video", "sound"),
     caveat="video and sound are trained, rewarded and evaluated under classifier-free guidance with"
     " one scale, and LTX2Pipeline adds further guidance by default; pass the arguments of"

@@ -24,6 +24,8 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="LTXVideoModel",
     pipeline="LTXPipeline",
+    size_multiple=32,
+    frame_multiple=8,
     feature_caches=("first_block", "taylor_seer", "mag"),
 )
 PUBLISHED: Published = {

@@ -18,6 +18,7 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="Lumina2Model",
     pipeline="Lumina2Pipeline",
+    size_multiple=16,
 )
 PUBLISHED: Published = {
     "Alpha-VLLM/Lumina-Image-2.0": {

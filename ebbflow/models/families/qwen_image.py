@@ -20,6 +20,7 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="QwenImageModel",
     pipeline="QwenImagePipeline",
+    size_multiple=16,
     vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE",
     feature_caches=("first_block", "taylor_seer", "mag"),
 )

@@ -23,6 +23,7 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="QwenImage21Model",
     pipeline="QwenImage21Pipeline",
+    size_multiple=32,
     caveat="its pipeline writes images with an alpha channel; training, rewards and evaluation see"
     " them on white",
 )

@@ -24,6 +24,7 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="QwenImageEditModel",
     pipeline="QwenImageEditPipeline",
+    size_multiple=16,
     edits_images=True,
     vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE",
     feature_caches=("first_block", "taylor_seer", "mag"),

@@ -17,6 +17,7 @@ from ebbflow.recipe.families import Family
 FAMILY = Family(
     adapter="QwenImageEditPlusModel",
     pipeline="QwenImageEditPlusPipeline",
+    size_multiple=16,
     edits_images=True,
     max_images=None,
     feature_caches=("first_block", "taylor_seer", "mag"),

@@ -21,6 +21,7 @@ from ebbflow.recipe.families import Family
 FAMILY = Family(
     adapter="SanaModel",
     pipeline="SanaPipeline",
+    size_multiple=32,
 )
 INSTRUCTION = (
     inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default

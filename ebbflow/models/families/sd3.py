@@ -20,6 +20,7 @@ from ebbflow.recipe.families import Family
 FAMILY = Family(
     adapter="SD3Model",
     pipeline="StableDiffusion3Pipeline",
+    size_multiple=16,
     vllm_omni="ebbflow_vllm_omni.networks:SD3",
     feature_caches=("first_block", "taylor_seer", "mag"),
 )

@@ -23,6 +23,8 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="WanModel",
     pipeline="WanPipeline",
+    size_multiple=32,
+    frame_multiple=4,
     vllm_omni="ebbflow_vllm_omni.networks:WAN",
     feature_caches=("first_block", "taylor_seer", "mag"),
 )

@@ -20,6 +20,8 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="WanA14BModel",
     pipeline="WanPipeline",
+    size_multiple=16,
+    frame_multiple=4,
     experts=True,
     feature_caches=("first_block", "taylor_seer"),
 )

@@ -23,6 +23,8 @@ from ebbflow.recipe.families import Family
 FAMILY = Family(
     adapter="WanI2VModel",
     pipeline="WanImageToVideoPipeline",
+    size_multiple=16,
+    frame_multiple=4,
     edits_images=True,
     experts=True,
     feature_caches=("first_block", "taylor_seer"),

@@ -18,7 +18,10 @@ from ebbflow.models.published import IMAGE_VAE, QWEN3_4B, Part, Published
 from ebbflow.recipe.families import Family
 
 FAMILY = Family(
-    adapter="ZImageModel", pipeline="ZImagePipeline", vllm_omni="ebbflow_vllm_omni.networks:Z_IMAGE"
+    adapter="ZImageModel",
+    pipeline="ZImagePipeline",
+    size_multiple=16,
+    vllm_omni="ebbflow_vllm_omni.networks:Z_IMAGE",
 )
 OTHERS = {"text_encoder": Part("transformers", "Qwen3Model", QWEN3_4B), "vae": IMAGE_VAE}
 PUBLISHED: Published = {
