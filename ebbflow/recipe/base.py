@@ -385,6 +385,13 @@ def _explain_problem(problem: Any, model: type[BaseModel]) -> str:
         return _list_choices(problem["ctx"]["tag"], problem["ctx"]["expected_tags"])
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
         return _list_choices(problem["input"], problem["ctx"]["expected"])
+    # The words of pydantic for the next three are Python's, and a recipe is YAML.
+    if problem["type"] == "union_tag_not_found":
+        return f"the key {problem['ctx']['discriminator']} is missing"
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f"must be a section, not a value; {_describe_section(problem, model)}"
+    if problem["type"] == "list_type":
+        return "must be a list; write each item on a line of its own that begins with '- '"
     reason = str(problem["msg"]).removeprefix("Value error, ")
     if not isinstance(problem["input"], _ValueOfWrongType):
         return reason
@@ -399,13 +406,30 @@ def _list_choices(value: str, choices: str) -> str:
     return f"{suggest_name(value, names)}Take {', '.join(names)}"
 
 
-def _describe_key(path: tuple[Any, ...], model: type[BaseModel]) -> str:
-    """Return the description of a key."""
+def _describe_section(problem: Any, model: type[BaseModel]) -> str:
+    """Return how to write the section at the path of a problem."""
+    node = _find_node(problem["loc"], model)
+    if "discriminator" not in node:
+        return f"its keys are {', '.join(_list_sibling_keys((*problem['loc'], ''), model))}"
+    key = node["discriminator"]["propertyName"]
+    names = list(node["discriminator"]["mapping"])
+    # ``algorithm: flow_grpo`` is a likely guess.
+    example = problem["input"] if problem["input"] in names else names[0]
+    return f"write {{{key}: {example}}}, with {key} one of {', '.join(names)}"
+
+
+def _find_node(path: tuple[Any, ...], model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema of what is at a path."""
     schema = _json_schema(model)
     node = schema
     for part in path:
         node = _descend_schema(_resolve_reference(node, schema), part, schema)
-    return " ".join(str(node.get("description", "")).split())
+    return node
+
+
+def _describe_key(path: tuple[Any, ...], model: type[BaseModel]) -> str:
+    """Return the description of a key."""
+    return " ".join(str(_find_node(path, model).get("description", "")).split())
 
 
 def _list_sibling_keys(path: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
@@ -415,9 +439,7 @@ def _list_sibling_keys(path: tuple[Any, ...], model: type[BaseModel]) -> list[st
     JSON schema: a field descends into its schema, an index or a tag into whatever it selects.
     """
     schema = _json_schema(model)
-    node = schema
-    for part in path[:-1]:
-        node = _descend_schema(_resolve_reference(node, schema), part, schema)
+    node = _find_node(path[:-1], model)
     # The parent may be an optional section, whose keys are in one of ``anyOf``.
     options = [node, *_resolve_reference(node, schema).get("anyOf", [])]
     return [

@@ -190,7 +190,7 @@ HOLDS = {
     "deep mappings": (b"name: " + b"{a: " * 900 + b"1" + b"}" * 900, "YAML"),
     "nested deeper than any recipe": (b"name: " + b"[" * 60 + b"]" * 60, "50 inside each other"),
     "a list that holds itself": (b"stages: &a [*a]", "inside each other"),
-    "a mapping that merges itself": (b"stages: &a\n  <<: *a\n", "should be a valid list"),
+    "a mapping that merges itself": (b"stages: &a\n  <<: *a\n", "must be a list; write each item"),
     "laughs": (LAUGHS.encode(), "more than 100000 values"),
     "merges": (MERGES.encode(), "more than 1000 keys in one place"),
     "laughs among options": (

@@ -65,6 +65,33 @@ def test_the_line_is_that_of_the_key(tmp_path: Path, text: str, line: str) -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "stages:\n- kind: online\n  algorithm: flow_grpo\n",
+            "FILE:3: stages.0.online.algorithm = 'flow_grpo': must be a section, not a value; write"
+            " {name: flow_grpo}, with name one of awm, ",
+        ),
+        (
+            "prompts: mine.txt\n",
+            "FILE:1: prompts = 'mine.txt': must be a section, not a value; its keys are source, ",
+        ),
+        ("stages:\n- steps: 3\n", "FILE:2: stages.0: the key 'kind' is missing"),
+        (
+            "rewards: similarity\n",
+            "FILE:1: rewards = 'similarity': must be a list; write each item on a line of its own"
+            " that begins with '- '",
+        ),
+    ],
+)
+def test_a_value_of_another_shape_is_explained_in_words_of_yaml(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    _, line = explained(tmp_path, text)
+    assert line.startswith(says), line
+
+
 def test_a_text_without_a_file_has_no_lines() -> None:
     with pytest.raises(RecipeError) as error:
         Recipe.model_validate({"seed": -1})
