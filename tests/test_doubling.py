@@ -121,7 +121,7 @@ def test_steps_walk_through_one_permutation_of_each_epoch(
         sampler = PromptSampler(StageContext(recipe, 0, 0), prompts)
         if with_mixture:
             sampler.counts = {prompts[0].source: 4}
-        instructions = count_instructions(sampler.list_possible_prompts)
+        instructions = count_instructions(sampler.list_windows)
         costs.append(permuted + instructions)
     require_linear(costs)
 

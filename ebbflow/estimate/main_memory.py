@@ -22,8 +22,10 @@ import math
 from dataclasses import replace
 
 from ebbflow.data.model_sizes import BYTES
+from ebbflow.data.prompt_windows import PROMPTS_PER_WINDOW
 from ebbflow.estimate.memory import Memory, ProcessMemory
 from ebbflow.estimate.work import count_recorded_latents
+from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.stage import StageContext
 
 
@@ -61,14 +63,52 @@ def count_step_bytes(
     return samples * ((copies + steps_ahead) * sample + (1 + steps_ahead) * pictures)
 
 
-def add_encoding(process: ProcessMemory, memory: Memory, shards: int) -> Memory:
+def encodes_between_steps(ctx: StageContext) -> bool:
+    """Return whether a stage has too many prompts to encode all of them before its first step."""
+    config = ctx.config
+    if isinstance(config, OnlineStageConfig) and config.prompts_depend_on_rewards:
+        return False
+    return _count_prompts(ctx) > PROMPTS_PER_WINDOW
+
+
+def count_encoded_prompts(ctx: StageContext) -> int:
+    """Return how many encoded prompts a stage has at a time, at most: those of two windows, as its
+    rollouts may be in the next one already.
+    """
+    config = ctx.config
+    count = _count_prompts(ctx)
+    if isinstance(config, OnlineStageConfig):
+        # One window: it has to hold whatever the rewards choose.
+        if config.prompts_depend_on_rewards:
+            return count
+        at_once = config.prompts_per_step
+    else:
+        at_once = math.ceil(count / ctx.offline_config.shards)
+    return min(count, 2 * max(PROMPTS_PER_WINDOW, at_once))
+
+
+def _count_prompts(ctx: StageContext) -> int:
+    """Return how many prompts a stage takes in a round, at most."""
+    config = ctx.config
+    if isinstance(config, OnlineStageConfig):
+        return config.steps * config.prompts_per_step
+    return ctx.offline_config.prompts
+
+
+def add_encoding(
+    process: ProcessMemory, memory: Memory, shards: int, between_steps: bool = False
+) -> Memory:
     """Add the bytes that a process takes on the GPU while it encodes prompts.
 
     Weights that are whole wait in main memory meanwhile where they do not fit beside the encoders
     (``ebbflow.models.residency``); shards stay.
+
+    Args:
+        between_steps: as ``encodes_between_steps`` says: the optimiser's state is there as well.
     """
     encoding = process.encoding_memory()
     encoders = encoding.others + encoding.activations + encoding.samples
-    state = memory.copies + memory.loading
+    # Before its first step a process has no moments yet: optimisers allocate them in that step.
+    state = memory.copies + memory.loading + (memory.optimizer if between_steps else 0)
     resident = encoders + state if shards > 1 else max(encoders, state)
     return replace(memory, encoding=resident)

@@ -16,14 +16,13 @@ from ebbflow.data.model_sizes import (
     count_lora_parameters,
     select_adapted_layers,
 )
-from ebbflow.estimate.main_memory import add_encoding, count_part_bytes
+from ebbflow.estimate.main_memory import add_encoding, count_encoded_prompts, count_part_bytes
 from ebbflow.estimate.memory import Memory, ProcessMemory
 from ebbflow.estimate.stage_memory import estimate_stage_memory
 from ebbflow.estimate.work import PNG_BYTES_PER_PIXEL, Work, estimate_work
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.stage import StageContext
 
 Sharding = Literal["full", "hybrid", "replicated"]
@@ -49,8 +48,8 @@ class Estimate:
         stored: bytes that a whole run leaves in the artifact store, by kind.
         main_memory: bytes of text encoders and VAE, which wait in main memory.
         prompt: bytes of one encoded prompt; each different prompt waits in main memory.
-        embeddings: bytes of all encoded prompts of a stage, the largest one, in files of its
-            machine, if all of its prompts differ.
+        embeddings: bytes of the encoded prompts that a stage has at a time, the largest one, in
+            files of its machine, if all of its prompts differ.
 
     Example:
         ``ebbflow estimate workflows/recipes/tiny.yaml`` prints these::
@@ -174,7 +173,8 @@ def estimate_from_sizes(
         stored=_count_stored_bytes(recipe, contexts, sizes, work, evaluations, evaluated),
         main_memory=parts,
         prompt=process_memory.prompt_bytes,
-        embeddings=process_memory.prompt_bytes * max(map(_count_prompts, contexts), default=0),
+        embeddings=process_memory.prompt_bytes
+        * max(map(count_encoded_prompts, contexts), default=0),
         nodes=nodes,
         sharding=sharding,
         context_parallel=context_parallel,
@@ -201,14 +201,6 @@ def _list_estimated_stages(recipe: Recipe) -> list[StageContext]:
         for index, stage in enumerate(recipe.stages)
         if stage.kind != "custom"
     ]
-
-
-def _count_prompts(ctx: StageContext) -> int:
-    """Return how many prompts a stage encodes in a round, at most."""
-    config = ctx.config
-    if isinstance(config, OnlineStageConfig):
-        return config.steps * config.prompts_per_step
-    return ctx.offline_config.prompts
 
 
 def _count_evaluation_passes(recipe: Recipe, sample: SampleSize) -> int:

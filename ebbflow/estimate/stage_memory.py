@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ebbflow.estimate.main_memory import add_encoding, count_part_bytes, count_step_bytes
+from ebbflow.estimate.main_memory import (
+    add_encoding,
+    count_part_bytes,
+    count_step_bytes,
+    encodes_between_steps,
+)
 from ebbflow.estimate.memory import Memory, ProcessMemory
 from ebbflow.stage import StageContext
 
@@ -30,6 +35,7 @@ def estimate_stage_memory(
     shards = shards or processes
     for ctx in contexts:
         label = ctx.stage_label
+        between_steps = encodes_between_steps(ctx)
         if ctx.config.kind == "offline":
             # A stage on pairs or data generates nothing.
             if ctx.offline_config.takes_prompts:
@@ -37,7 +43,9 @@ def estimate_stage_memory(
                 memory_by_process[f"{label} rollout"] = add_encoding(memory, rollout, 1)
             training = memory.offline_rank_memory(ctx, processes, shards, context_parallel)
             training = replace(training, waiting=parts)
-            memory_by_process[f"{label} training"] = add_encoding(memory, training, shards)
+            memory_by_process[f"{label} training"] = add_encoding(
+                memory, training, shards, between_steps
+            )
         elif ctx.online_config.placement == "ray":
             ranks = ctx.online_config.resources.training.count
             # The trained weights are there once more, to be sent or as they were received.
@@ -47,7 +55,9 @@ def estimate_stage_memory(
                 ctx, ranks // context_parallel, ranks
             )
             training = replace(training, waiting=waiting)
-            memory_by_process[f"{label} training"] = add_encoding(memory, training, ranks)
+            memory_by_process[f"{label} training"] = add_encoding(
+                memory, training, ranks, between_steps
+            )
             # Its requests come with their encoded prompts.
             rollout = replace(memory.rollout_memory(ctx), waiting=parts + weights)
             memory_by_process[f"{label} rollout"] = rollout
@@ -62,5 +72,7 @@ def estimate_stage_memory(
             )
             step = count_step_bytes(memory, ctx, sharing_samples, 1 / sharing_samples)
             training = replace(training, waiting=parts + step)
-            memory_by_process[f"{label} training"] = add_encoding(memory, training, num_shards)
+            memory_by_process[f"{label} training"] = add_encoding(
+                memory, training, num_shards, between_steps
+            )
     return memory_by_process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ebbflow.data.model_sizes import SampleSize
+from ebbflow.data.prompt_windows import PROMPTS_PER_WINDOW
 from ebbflow.estimate.hours import Hours, estimate_hours
 from ebbflow.estimate.memory import Memory
 from ebbflow.estimate.run import Estimate
@@ -99,8 +100,8 @@ def _describe_memory(estimate: Estimate) -> list[str]:
         f"  Beside it, in main memory: {estimate.main_memory / GIB:.1f} GiB of text encoders and"
         f" VAE, and {estimate.prompt / 2**20:.2f} MiB for each different prompt.",
         f"  On the disk of its machine: {estimate.embeddings / GIB:.3g} GiB, the encoded prompts of"
-        " a stage, if all of them differ; refill_rounds, a curriculum and a prompt_filter encode"
-        " all training prompts.",
+        f" a stage, if all of them differ, and of at most {2 * PROMPTS_PER_WINDOW:,} at a time;"
+        " refill_rounds, a curriculum and a prompt_filter encode all training prompts at once.",
     ]
     encoding = estimate.memory["text encoding"]
     # As ``ebbflow.models.residency`` does: the encoders take the place of the weights.

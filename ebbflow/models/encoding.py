@@ -1,5 +1,5 @@
-"""Encodes each prompt once: embeddings wait in memory-mapped files, so that neither they nor the
-text encoders take memory.
+"""Encodes prompts ahead of the steps that need them: embeddings wait in memory-mapped files, so
+that neither they nor the text encoders take memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ebbflow.data.prompt_windows import PromptWindow
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, Model, ModelError, device_of
 from ebbflow.storage.disk import open_scratch_folder
@@ -55,6 +56,56 @@ class Embeddings:
         if len(self.tables) == 1:
             return self.tables[0].select_rows(rows)
         return _select_rows(self.tables, rows)
+
+
+class PromptWindows:
+    """The encoded prompts of the steps that a stage is at, a window of steps at a time.
+
+    Prompts are padded to the longest of their window. A step is in the same window in every
+    attempt, so that a stage that resumes pads as one that was never killed.
+
+    Example:
+        ::
+
+            windows = PromptWindows(sampler.list_windows())
+            for window in windows.list_missing(range(step, step + 2)):
+                windows.add(window, embed_prompts(model, window.prompts))
+            conditioning = windows(step, prompts)
+    """
+
+    def __init__(self, windows: Sequence[PromptWindow]) -> None:
+        self.windows = windows
+        self._embeddings: dict[range, Embeddings] = {}
+
+    def list_missing(self, steps: range) -> list[PromptWindow]:
+        """List the windows of some steps that are not yet encoded, and forget all other windows."""
+        needed = [
+            window
+            for window in self.windows
+            if window.steps.start < steps.stop and steps.start < window.steps.stop
+        ]
+        # Forgotten before the next ones are encoded: what no request holds leaves the disk.
+        self._embeddings = {
+            window.steps: self._embeddings[window.steps]
+            for window in needed
+            if window.steps in self._embeddings
+        }
+        return [window for window in needed if window.steps not in self._embeddings]
+
+    def add(self, window: PromptWindow, embeddings: Embeddings) -> None:
+        """Keep the encoded prompts of a window until ``list_missing`` forgets it."""
+        self._embeddings[window.steps] = embeddings
+
+    def __call__(self, step: int, prompts: Sequence[Prompt]) -> Conditioning:
+        """The conditioning of some prompts of a step, a row each, padded to the longest of the
+        window.
+        """
+        # Windows do not overlap. A step whose window is not encoded is a fault of the stage, which
+        # the unpacking reports.
+        (embeddings,) = [
+            embeddings for steps, embeddings in self._embeddings.items() if step in steps
+        ]
+        return embeddings(prompts)
 
 
 def embed_prompts(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Embeddings:

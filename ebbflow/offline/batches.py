@@ -7,10 +7,11 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +19,20 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from ebbflow.data.prompt_windows import PromptWindow, split_into_windows
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.schema import ADVANTAGES, KEY
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, Model
 from ebbflow.models.base import Size, device_of
-from ebbflow.models.encoding import Embeddings
+from ebbflow.models.encoding import PromptWindows
 from ebbflow.offline.shards import read_image_size, read_latent_parts
 from ebbflow.seeding import Stream, make_generator
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import read_columns, read_table
 from ebbflow.training.batches import SampleGroups, shard_for_rank, split_evenly
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.shared_prompts import encode_prompts_together
+from ebbflow.training.shared_prompts import encode_windows_together
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,12 @@ class Shard:
 class ShardVisit:
     """A shard in an epoch, and the batches of its samples that are trained on then, as positions in
     the shard's arrays.
+
+    Attributes:
+        number: of the visit, from zero, over all epochs.
     """
 
+    number: int
     epoch: int
     shard: Shard
     batches: list[SampleGroups]
@@ -173,8 +179,9 @@ def open_batch_parts(
     row_ranks: Ranks,
     num_done: int,
 ) -> Generator[BatchPart]:
-    """Encode the prompts, and return an iterator over this process's part of the batch of every
-    optimiser step after the first ``num_done``.
+    """Encode the first prompts, and return an iterator over this process's part of the batch of
+    every optimiser step after the first ``num_done``. It encodes further prompts before the first
+    step of the shards that have them, and all processes of the group iterate together.
 
     Close it when a stage ends early: that stops the thread which reads ahead.
 
@@ -182,22 +189,28 @@ def open_batch_parts(
         row_ranks: this process among those with rows of their own (``Ranks.row_ranks``).
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    prompt_ids = dict.fromkeys(i for shard in shards for i in shard.prompt_ids.tolist())
-    embeddings: Embeddings | None = None
-    if prompt_ids:
+    embeddings = PromptWindows(_list_windows(ctx, shards, by_id))
+
+    def encode_visit(visit: ShardVisit) -> None:
+        # A visit whose window is the one before costs nothing: most stages have one window.
+        steps = range(visit.number, visit.number + 1)
+        encode_windows_together(model, embeddings, steps, ctx.config.reference.needs_guidance)
+
+    visits = _iterate_visits(ctx, shards, row_ranks, num_done)
+    first = next(visits, None)
+    if first:
         # Here and not in the generator, so that the first step does not take the time of it: the
         # budget of a stage expects that each step takes as long as the longest so far.
-        needed = [by_id[i] for i in prompt_ids]
-        if ctx.offline_config.data is not None:
-            needed = [*needed, *map(drop_caption, needed)]
-        embeddings = encode_prompts_together(model, needed, ctx.config.reference.needs_guidance)
-    loaded = _load_latents(_iterate_visits(ctx, shards, row_ranks, num_done), row_ranks)
+        encode_visit(first)
+        visits = chain([first], visits)
+    loaded = _load_latents(visits, row_ranks)
     device = device_of(model)
 
     def iterate_parts() -> Generator[BatchPart]:
         with closing(loaded):
             for visit, batch, latents in loaded:
-                assert embeddings, "there are samples, and so prompts"
+                # All ranks are here at the same time: the encoding is a collective call.
+                encode_visit(visit)
                 shard = visit.shard
                 groups = shard_for_rank(batch, row_ranks)
                 rows = np.concatenate(groups)
@@ -211,13 +224,32 @@ def open_batch_parts(
                     group_index=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
                     clean=latents.float(),  # stored in ``latent_precision``
                     conditioning=embeddings(
-                        _choose_captions(ctx, [by_id[i] for i in keys.prompt_ids], visit.epoch)
+                        visit.number,
+                        _choose_captions(ctx, [by_id[i] for i in keys.prompt_ids], visit.epoch),
                     ).to(device),
                     advantage=torch.from_numpy(shard.advantage[rows]),
                     size=shard.size,
                 )
 
     return iterate_parts()
+
+
+def _list_windows(
+    ctx: StageContext, shards: Sequence[Shard], by_id: Mapping[int, Prompt]
+) -> list[PromptWindow]:
+    """List the runs of visits whose prompts are encoded together."""
+    order = [index for _, index in _order_visits(ctx, len(shards))]
+    ids = [dict.fromkeys(shard.prompt_ids.tolist()) for shard in shards]
+    windows = []
+    for steps in split_into_windows(ids[index] for index in order):
+        # In the order of the shards and not of the visits: a stage of one window encodes the same
+        # batches whatever the seed, and rows that are beside each other round alike.
+        visited = sorted({order[step] for step in steps})
+        prompts = [by_id[i] for i in dict.fromkeys(chain.from_iterable(ids[v] for v in visited))]
+        if ctx.offline_config.data is not None:
+            prompts += list(map(drop_caption, prompts))
+        windows.append(PromptWindow(steps, prompts))
+    return windows
 
 
 def drop_caption(prompt: Prompt) -> Prompt:
@@ -251,20 +283,26 @@ def _iterate_visits(
     memory at a time.
     """
     batch_size = ctx.offline_config.batch_size
+    for number, (epoch, index) in enumerate(_order_visits(ctx, len(shards))):
+        shard = shards[index]
+        num_batches = count_batches(shard, batch_size, ranks)
+        # A stage that resumes passes over whole shards without selecting or shuffling: every order
+        # has a generator of its own, so nothing has to be replayed.
+        num_skipped = min(num_done, num_batches)
+        num_done -= num_skipped
+        if num_skipped == num_batches:
+            continue
+        groups = _select_groups(ctx, shard.advantage, shard.prompt_ids)
+        order = _shuffle_indices(ctx.stage_seed, epoch, 1 + index, len(groups))
+        batches = split_evenly([groups[i] for i in order], num_batches)
+        yield ShardVisit(number, epoch, shard, batches[num_skipped:])
+
+
+def _order_visits(ctx: StageContext, num_shards: int) -> Iterator[tuple[int, int]]:
+    """Iterate over the visits of all epochs: (epoch, index of the shard)."""
     for epoch in range(ctx.offline_config.epochs):
-        for index in _shuffle_indices(ctx.stage_seed, epoch, 0, len(shards)).tolist():
-            shard = shards[index]
-            num_batches = count_batches(shard, batch_size, ranks)
-            # A stage that resumes passes over whole shards without selecting or shuffling: every
-            # order has a generator of its own, so nothing has to be replayed.
-            num_skipped = min(num_done, num_batches)
-            num_done -= num_skipped
-            if num_skipped == num_batches:
-                continue
-            groups = _select_groups(ctx, shard.advantage, shard.prompt_ids)
-            order = _shuffle_indices(ctx.stage_seed, epoch, 1 + index, len(groups))
-            batches = split_evenly([groups[i] for i in order], num_batches)
-            yield ShardVisit(epoch, shard, batches[num_skipped:])
+        for index in _shuffle_indices(ctx.stage_seed, epoch, 0, num_shards).tolist():
+            yield epoch, index
 
 
 def _load_latents(

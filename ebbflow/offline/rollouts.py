@@ -15,6 +15,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from ebbflow.data.images import encode_pngs
+from ebbflow.data.prompt_windows import PromptWindow, split_into_windows
 from ebbflow.data.prompts import Prompt, read_prompt_ids, read_prompt_sources, read_prompts
 from ebbflow.data.sampling import sample_mixed_prompts, sample_prompts
 from ebbflow.data.schema import build_rollout_schema
@@ -22,6 +23,7 @@ from ebbflow.data.sounds import Sounds, attach_sounds
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model
 from ebbflow.models.base import Conditioning, device_of, generate_in_size
+from ebbflow.models.encoding import PromptWindows
 from ebbflow.models.sound import decode_sounds
 from ebbflow.offline.shards import (
     build_layout_metadata,
@@ -40,7 +42,7 @@ from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import load_policy
 from ebbflow.training.rounds import collect_rounds, deal_in_rounds
-from ebbflow.training.shared_prompts import build_shared_lookup
+from ebbflow.training.shared_prompts import encode_windows_together
 from ebbflow.watchdog import watch
 
 logger = logging.getLogger(__name__)
@@ -270,19 +272,33 @@ def _generate_groups(
 ) -> Iterator[GeneratedGroups | None]:
     """Generate the groups of this rank's rounds, None in a last round that has none for it."""
     config = ctx.config
-    with clock.measure_phase("rollout"):
-        encode = build_shared_lookup(model, prompts)
     ranks = Ranks.current()
+    # Windows of micro-batches, and not of rounds: how many processes share them changes no padding.
+    batches = [
+        prompts[start : start + groups_at_once] for start in range(0, len(prompts), groups_at_once)
+    ]
+    embeddings = PromptWindows(
+        [
+            PromptWindow(steps, [prompt for step in steps for prompt in batches[step]])
+            for steps in split_into_windows(
+                [prompt.prompt_id for prompt in batch] for batch in batches
+            )
+        ]
+    )
     total = len(prompts) * config.group_size
     progress = show_progress(
         f"{ctx.stage_label} rollout", "image", total=total, quiet=ranks.rank > 0
     )
-    for start in deal_in_rounds(range(0, len(prompts), groups_at_once)):
-        if start is None:
+    for number, index in enumerate(deal_in_rounds(range(len(batches)))):
+        with clock.measure_phase("rollout"):
+            # All ranks encode what any of them generates in this round.
+            steps = range(number * ranks.world, (number + 1) * ranks.world)
+            encode_windows_together(model, embeddings, steps)
+        if index is None:
             yield None
             continue
         with clock.measure_phase("rollout"):
-            part = prompts[start : start + groups_at_once]
+            part = batches[index]
             keys = SampleKeys.number_groups(
                 ctx.stage_seed,
                 [prompt.prompt_id for prompt in part],
@@ -290,8 +306,8 @@ def _generate_groups(
                 sharing=config.noise_sharing,
             )
             shown = [prompt for prompt in part for _ in range(config.group_size)]
-            conditioning = encode(shown)
-            if start == 0 and config.engine != "diffusers":
+            conditioning = embeddings(index, shown).to(device_of(model))
+            if index == 0 and config.engine != "diffusers":
                 _check_engine(ctx, policy, engine, conditioning, keys, shown)
             options = build_text_arguments(engine, shown)
             # The recipe rejects a cache with another engine, whose network is elsewhere.

@@ -30,6 +30,7 @@ import numpy as np
 
 from ebbflow.algorithms.advantages import AdvantageResult
 from ebbflow.data.prompts import Prompt
+from ebbflow.models.base import Conditioning
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.messages import (
@@ -115,7 +116,7 @@ class ColocatedQueue(RolloutQueue):
         ctx: StageContext,
         workers: ColocatedWorkers,
         sampler: PromptSampler,
-        embeddings: Embeddings,
+        embeddings: Callable[[int, Sequence[Prompt]], Conditioning],
         first_step: int = 0,
     ) -> None:
         super().__init__(ctx, workers, sampler, embeddings, first_step)
@@ -332,7 +333,7 @@ def open_queue(
     ctx: StageContext,
     workers: StageWorkers,
     sampler: PromptSampler,
-    embeddings: Embeddings,
+    embeddings: Callable[[int, Sequence[Prompt]], Conditioning],
     first_step: int = 0,
 ) -> RolloutQueue:
     """Open the queue of the rollouts that these workers generate."""

@@ -63,8 +63,16 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
     save_file(tensors, folder / FILE, {HEADER: json.dumps(header)})
 
 
+def list_steps_in_flight(folder: Path) -> list[int]:
+    """List the steps of a checkpoint whose rollouts were in flight."""
+    # Tensors are not read: only the header says which steps they are of.
+    with safe_open(folder / FILE, "pt") as file:
+        header = json.loads(file.metadata()[HEADER])
+    return [saved["step"] for saved in header["steps"]]
+
+
 def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
-    """Put the steps of a checkpoint in flight again, done.
+    """Put the steps of a checkpoint in flight again, done; their prompts are encoded.
 
     Raises:
         CheckpointError: an earlier version of Ebbflow stored them, in another layout.

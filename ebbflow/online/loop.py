@@ -16,16 +16,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from ebbflow.algorithms.advantages import AdvantageResult, compute_reward_moments
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.extras import require
 from ebbflow.models.context_parallel import require_shareable_stage
+from ebbflow.models.encoding import Embeddings, PromptWindows
 from ebbflow.offline.anchor import open_anchor
 from ebbflow.online.colocated import ColocatedTrainingWorker, ColocatedWorkers, open_queue
-from ebbflow.online.in_flight import load_in_flight, save_in_flight
+from ebbflow.online.in_flight import list_steps_in_flight, load_in_flight, save_in_flight
 from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.messages import RolloutBatch, TrainingReport
 from ebbflow.online.monitor import StageMonitor, read_validation_prompts
@@ -35,7 +35,12 @@ from ebbflow.online.rollout_queue import count_steps_ahead
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.statistics_alarm import watch_statistics
 from ebbflow.online.step_advantages import compute_step_advantages, find_varied_prompts_of_step
-from ebbflow.online.step_metrics import compute_score_means, measure_freshness, measure_speed
+from ebbflow.online.step_metrics import (
+    compute_score_means,
+    count_gpus,
+    measure_freshness,
+    measure_speed,
+)
 from ebbflow.online.timeline import add_seconds
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageWorkers
@@ -232,6 +237,8 @@ class OnlineLoop:
         monitor = self.monitor
         loop = self.loop
         for step in loop.iterate_steps():
+            # Between two steps, when neither the rollouts nor the training use the device.
+            await self._encode_windows(step, step)
             start = time.time()
             # The gate comes after the push, because it measures the engine with the weights that it
             # is about to generate with.
@@ -283,8 +290,8 @@ class OnlineLoop:
             await monitor.validate_policy(self.state.step, last=True)
 
     async def _open_stage(self) -> None:
-        """Resume where there is a checkpoint, encode all prompts, and put the checkpoint's rollouts
-        in flight again.
+        """Resume where there is a checkpoint, encode the prompts of the first steps, and put the
+        checkpoint's rollouts in flight again.
         """
         ctx = self.ctx
         newest = self.checkpoints.find_newest() if self.checkpoints else None
@@ -294,20 +301,17 @@ class OnlineLoop:
             # In place: the sampler and the caller hold the same state.
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
             logger.info("resuming after step %d of %d", self.state.step, self.config.steps)
-        start = time.perf_counter()
-        # All at once, before the first step: embeddings wait in memory-mapped files, and no step
-        # encodes.
-        embeddings = await self.workers.training.encode(self.sampler.list_possible_prompts())
+        # What the timeline does not know: earlier attempts, and all encoding.
+        self.seconds_before = self.state.seconds
+        self.embeddings = PromptWindows(self.sampler.list_windows())
+        steps_in_flight = list_steps_in_flight(newest[0]) if newest else []
+        await self._encode_windows(min([*steps_in_flight, self.state.step]), self.state.step)
         # Validation prompts are encoded apart: prompts are padded to the longest of those encoded
         # together, and validation must not change training.
         validation_embeddings = None
         if self.validation:
-            validation_embeddings = await self.workers.training.encode(self.validation)
-        # What the timeline does not know: earlier attempts, and the encoding, which is no task of a
-        # step.
-        encoding = {"encoding": time.perf_counter() - start}
-        self.seconds_before = add_seconds(self.state.seconds, encoding)
-        self.queue = open_queue(ctx, self.workers, self.sampler, embeddings, self.state.step)
+            validation_embeddings = await self._encode_prompts(self.validation)
+        self.queue = open_queue(ctx, self.workers, self.sampler, self.embeddings, self.state.step)
         self.monitor = StageMonitor(
             ctx, self.queue, self.recorder, self.validation, validation_embeddings
         )
@@ -322,10 +326,25 @@ class OnlineLoop:
             self.recorder,
             self.checkpoints,
             self.config.steps,
-            _count_gpus(ctx),
+            count_gpus(ctx),
             ahead,
             quiet=not self.queue.writes_files,
         )
+
+    async def _encode_windows(self, first: int, step: int) -> None:
+        """Encode the prompts of the steps from ``first`` on that may be in flight while ``step``
+        trains, as far as they are not encoded.
+        """
+        last = step + count_steps_ahead(self.config)
+        for window in self.embeddings.list_missing(range(first, last + 1)):
+            self.embeddings.add(window, await self._encode_prompts(window.prompts))
+
+    async def _encode_prompts(self, prompts: Sequence[Prompt]) -> Embeddings:
+        start = time.perf_counter()
+        embeddings = await self.workers.training.encode(prompts)
+        encoding = {"encoding": time.perf_counter() - start}
+        self.seconds_before = add_seconds(self.seconds_before, encoding)
+        return embeddings
 
     async def _filter_prompts(self, samples: int) -> None:
         """The first pass of ``prompt_filter``, with ``samples`` samples of each prompt.
@@ -478,12 +497,3 @@ class OnlineLoop:
 
     def _sum_seconds(self) -> dict[str, float]:
         return add_seconds(self.seconds_before, self.monitor.timeline.seconds)
-
-
-def _count_gpus(ctx: StageContext) -> float:
-    """GPUs of all workers of the stage."""
-    if ctx.online_config.placement == "ray":
-        return float(
-            sum(workers.count * workers.gpus for _, workers in ctx.online_config.resources)
-        )
-    return float(Ranks.current().world * torch.cuda.is_available())

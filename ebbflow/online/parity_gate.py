@@ -58,7 +58,7 @@ def _build_parity_request(ctx: StageContext, queue: RolloutQueue, step: int) -> 
     return replace(
         requests[0],
         prompts=chosen,
-        conditioning=queue.embeddings(list(distinct.values())),
+        conditioning=queue.embeddings(step, list(distinct.values())),
         sample_index=np.array([rows[prompt.prompt_id] for prompt in chosen]),
         keys=keys.select_samples(some),
         sampler=sampler,

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ebbflow.algorithms.advantages import Moments
+from ebbflow.data.prompt_windows import PromptWindow, split_into_windows
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sampling import sample_prompts, shuffle_prompts
 from ebbflow.online.workers import StageError
@@ -88,12 +89,17 @@ class PromptSampler:
             replacements += unused[: max(missing, 0)]
         return replacements
 
-    def list_possible_prompts(self) -> list[Prompt]:
-        """Every prompt that some step may take."""
-        # What these choose depends on rewards, which nobody knows before the stage has run.
-        if self.config.refill_rounds or self.config.curriculum or self.config.prompt_filter:
-            return self.prompts
-        return [prompt for step in range(self.config.steps) for prompt in self.sample_batch(step)]
+    def list_windows(self) -> list[PromptWindow]:
+        """List the runs of steps whose prompts are encoded together."""
+        # Any prompt may come in any step.
+        if self.config.prompts_depend_on_rewards:
+            return [PromptWindow(range(self.config.steps), self.prompts)]
+        batches = [self.sample_batch(step) for step in range(self.config.steps)]
+        windows = split_into_windows([prompt.prompt_id for prompt in batch] for batch in batches)
+        return [
+            PromptWindow(steps, [prompt for step in steps for prompt in batches[step]])
+            for steps in windows
+        ]
 
     def find_prompts(self, ids: Sequence[int]) -> list[Prompt]:
         """Prompts by their ids, in this order."""

@@ -40,8 +40,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.image_statistics import create_missing_statistics
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan, plan_window
-from ebbflow.models.base import Size
-from ebbflow.models.encoding import Embeddings
+from ebbflow.models.base import Conditioning, Size
 from ebbflow.online.messages import (
     Handle,
     RolloutBatch,
@@ -94,6 +93,7 @@ class RolloutQueue:
 
     Args:
         sampler: the prompts of each step.
+        embeddings: the conditioning of some prompts of a step (``PromptWindows``).
         first_step: the step that the stage starts or resumes with.
 
     Attributes:
@@ -112,7 +112,7 @@ class RolloutQueue:
         ctx: StageContext,
         workers: StageWorkers,
         sampler: PromptSampler,
-        embeddings: Embeddings,
+        embeddings: Callable[[int, Sequence[Prompt]], Conditioning],
         first_step: int = 0,
     ) -> None:
         self.ctx = ctx
@@ -306,7 +306,7 @@ class RolloutQueue:
                 step,
                 [prompt for prompt in part for _ in range(group_size)],
                 # One row per prompt; ``sample_index`` repeats it where it is used.
-                conditioning=self.embeddings(part),
+                conditioning=self.embeddings(step, part),
                 sample_index=np.repeat(np.arange(len(part)), group_size),
                 keys=keys,
                 sampler=ctx.online_config.sampler,

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
+import torch
 
 from ebbflow.online.messages import RolloutBatch
 from ebbflow.online.timeline import sum_seconds_by_task
 from ebbflow.online.tracing import TraceSpan
 from ebbflow.rewards.combine import ScoreTable
+from ebbflow.stage import StageContext
+from ebbflow.training.distributed import Ranks
 
 
 def measure_freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
@@ -43,3 +46,12 @@ def measure_speed(spans: Sequence[TraceSpan], images: int, seconds: float) -> di
     metrics = {f"seconds/{task}": value for task, value in spent.items()}
     metrics |= {f"ms_per_image/{task}": 1000 * value / images for task, value in spent.items()}
     return metrics | {"images_per_second": images / seconds}
+
+
+def count_gpus(ctx: StageContext) -> float:
+    """Count the GPUs of all workers of the stage."""
+    if ctx.online_config.placement == "ray":
+        return float(
+            sum(workers.count * workers.gpus for _, workers in ctx.online_config.resources)
+        )
+    return float(Ranks.current().world * torch.cuda.is_available())

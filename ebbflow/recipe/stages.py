@@ -236,6 +236,12 @@ class OnlineStageConfig(MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepK
     algorithm: AnyAlgorithmConfig = default_algorithm("mix_grpo")
 
     @property
+    def prompts_depend_on_rewards(self) -> bool:
+        """Whether nobody knows the prompts of a step before the steps in front of it."""
+        # Refills replace groups that score alike; the others weigh or drop prompts by rewards.
+        return bool(self.refill_rounds or self.curriculum or self.prompt_filter)
+
+    @property
     def pass_size(self) -> int:
         """Samples of a forward pass of rollouts and updates, at most: ``micro_batch``, or the
         nearest number below it that makes all of them equal.

@@ -15,6 +15,7 @@ from ebbflow.models.encoding import (
     EMBEDDINGS,
     Embeddings,
     Encode,
+    PromptWindows,
     open_embeddings,
     write_embeddings,
 )
@@ -45,6 +46,14 @@ def encode_prompts_together(
         embeddings = open_embeddings(folder, written_prompts)
         ranks.wait_for_all()  # all have opened the files, and the first process removes their names
     return embeddings
+
+
+def encode_windows_together(
+    model: Model, windows: PromptWindows, steps: range, negatives: bool = False
+) -> None:
+    """``encode_prompts_together`` of the windows of some steps, as far as they are not encoded."""
+    for window in windows.list_missing(steps):
+        windows.add(window, encode_prompts_together(model, window.prompts, negatives))
 
 
 def build_shared_lookup(model: Model, prompts: Iterable[Prompt]) -> Encode:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ebbflow.data.prompt_windows import PROMPTS_PER_WINDOW
 from ebbflow.estimate.run import estimate_recipe
 from ebbflow.estimate.work import (
     KEY_BYTES,
@@ -231,6 +232,35 @@ def test_all_prompts_of_the_largest_stage_lie_encoded_on_the_disk(make_recipe):
     offline = estimate_recipe(make_recipe({"steps": 1, "prompts_per_step": 3}, {"prompts": 4}))
     assert online.embeddings == 5 * 3 * online.prompt
     assert offline.embeddings == 4 * offline.prompt
+
+
+@pytest.mark.parametrize("kind", ["online", "offline"])
+def test_of_many_prompts_two_windows_lie_encoded_on_the_disk(make_recipe, kind):
+    def estimate(prompts, **keys):
+        few = {"steps": 1, "prompts_per_step": 2}
+        many = {"steps": prompts // 2, "prompts_per_step": 2} | keys
+        if kind == "online":
+            return estimate_recipe(make_recipe(many, {"prompts": 2}))
+        return estimate_recipe(make_recipe(few, {"prompts": prompts, "shards": 4} | keys))
+
+    def encoding_of(estimate):
+        (memory,) = [
+            memory.encoding
+            for name, memory in estimate.memory.items()
+            if name.endswith(f"{kind} training")
+        ]
+        return memory
+
+    at_once = estimate(PROMPTS_PER_WINDOW)
+    in_windows = estimate(4 * PROMPTS_PER_WINDOW)
+    assert at_once.embeddings == PROMPTS_PER_WINDOW * at_once.prompt
+    assert in_windows.embeddings == 2 * PROMPTS_PER_WINDOW * in_windows.prompt
+    # Between two steps the state of the optimiser is there, too.
+    assert encoding_of(in_windows) > encoding_of(at_once)
+    if kind == "online":
+        chosen = estimate(4 * PROMPTS_PER_WINDOW, curriculum={})
+        assert chosen.embeddings == 4 * PROMPTS_PER_WINDOW * chosen.prompt
+        assert encoding_of(chosen) == encoding_of(at_once)
 
 
 def test_extremes_alone_are_trained_on(make_recipe):

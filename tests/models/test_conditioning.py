@@ -19,10 +19,12 @@ from pipeline_cases import (
     prompts,
 )
 
+from ebbflow.data.prompt_windows import PromptWindow
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import Conditioning, ModelError, encoding
 from ebbflow.models.base import predict
 from ebbflow.models.encoding import (
+    PromptWindows,
     build_prompt_lookup,
     embed_prompts,
     open_embeddings,
@@ -254,6 +256,29 @@ def test_embeddings_are_on_the_disk_and_their_files_have_no_name(monkeypatch, tm
     ]
     assert any(line.endswith("0.safetensors (deleted)") for line in mapped)
     assert embeddings(TEXTS)["time"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_window_is_padded_to_its_own_longest_prompt_and_forgotten_after_its_steps():
+    model = Lengths()
+    windows = PromptWindows(
+        [PromptWindow(range(2), TEXTS[:3]), PromptWindow(range(2, 4), TEXTS[2:])]
+    )
+
+    def encode(steps):
+        for window in windows.list_missing(steps):
+            windows.add(window, embed_prompts(model, window.prompts))
+
+    encode(range(1))
+    encode(range(2))
+    assert len(model.calls) == 1
+    encode(range(1, 3))
+    # The third prompt is in both windows, whose longest prompts have 3 and 7 tokens.
+    assert windows(1, [TEXTS[2]])["mask"].shape == (1, 3)
+    assert windows(2, [TEXTS[2]])["mask"].shape == (1, 7)
+    encode(range(3, 9))
+    assert [len(call) for call in model.calls] == [3, 3]
+    with pytest.raises(ValueError, match="not enough values"):
+        windows(1, [TEXTS[2]])
 
 
 def test_an_image_to_edit_is_needed_and_all_need_one_size(tiny, monkeypatch):

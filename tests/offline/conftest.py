@@ -13,6 +13,7 @@ from ebbflow.offline import batches
 from ebbflow.offline.training import train_epochs
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.tables import write_table
+from ebbflow.training import shared_prompts
 from ebbflow.training.distributed import Ranks
 
 
@@ -72,7 +73,7 @@ def pretend(monkeypatch):
     def one_of(rank, world):
         monkeypatch.setattr(batches.Ranks, "current", staticmethod(lambda: Ranks(rank, world)))
         monkeypatch.setattr(
-            batches,
+            shared_prompts,
             "encode_prompts_together",
             lambda model, prompts, negatives: embed_prompts(model, prompts, negatives),
         )

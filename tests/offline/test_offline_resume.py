@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from ebbflow.data import prompt_windows
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import DiskFullError
+from ebbflow.training import shared_prompts
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.distributed import join_process_group
 from ebbflow.training.policy_metadata import read_policy_metadata
@@ -132,6 +134,31 @@ def test_a_killed_stage_ends_with_the_same_bytes(world, case):
         assert verify_folder(stage[0] / name) == verify_folder(stage[0] / "whole"), name
         assert rows(again) == rows(whole), name
         assert kept(stage[0], name) == ["step-00004", "step-00006"], name
+
+
+def test_a_killed_stage_that_encodes_in_windows_ends_with_the_same_bytes(world, monkeypatch):
+    stage = world()
+    monkeypatch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", 5)
+    encoded = []
+    encode = shared_prompts.encode_prompts_together
+
+    def watch(model, prompts, negatives):
+        encoded.append(sorted(prompt.prompt_id for prompt in prompts))
+        return encode(model, prompts, negatives)
+
+    monkeypatch.setattr(shared_prompts, "encode_prompts_together", watch)
+    train(stage, "whole")
+    windows = list(encoded)
+    # Two shards of four prompts, in two epochs. The second epoch begins with the shard that the
+    # first ended with, and so in its window.
+    assert [len(window) for window in windows] == [4, 4, 4]
+    assert windows[0] == windows[2] != windows[1]
+    with pytest.raises(Killed):
+        train(stage, "killed", 5, "killed")
+    encoded.clear()
+    train(stage, "killed")
+    assert encoded == windows[1:]
+    assert verify_folder(stage[0] / "killed") == verify_folder(stage[0] / "whole")
 
 
 def test_a_stage_that_is_told_to_end_saves_after_the_step(world, caplog):

@@ -23,6 +23,7 @@ from colocated_cases import (
     run_stage,
 )
 
+from ebbflow.data import prompt_windows
 from ebbflow.online import colocated
 from ebbflow.online.colocated import ColocatedQueue
 from ebbflow.online.prompt_sampler import PromptSampler
@@ -127,6 +128,16 @@ def test_a_stage_that_loses_a_rank_resumes_with_the_same_bytes(
     )
 
 
+def test_ranks_that_encode_in_windows_resume_with_the_same_bytes(base_folder, folder):
+    recipe = recipe_of("one step off", "colocated", checkpoints={"every": 1})
+    attempt = (base_folder, folder, "windows", recipe, False)
+    as_ranks(2, run_attempt_in_windows, *attempt, "preempted")
+    as_ranks(2, run_attempt_in_windows, *attempt)
+    as_ranks(2, run_attempt_in_windows, base_folder, folder, "windows-whole", recipe, False)
+    whole = verify_folder(folder / "trained-windows-whole")
+    assert verify_folder(folder / "trained-windows") == whole
+
+
 def test_a_rank_generates_nothing_after_a_request_that_failed(make_recipe, make_prompts):
     """The other ranks are in the passes of that request, and its error must reach them."""
     attempts = []
@@ -157,7 +168,7 @@ def test_a_rank_generates_nothing_after_a_request_that_failed(make_recipe, make_
 
     async def start_rollouts():
         sampler = PromptSampler(ctx, make_prompts(9))
-        queue = ColocatedQueue(ctx, workers, sampler, lambda wanted: None)
+        queue = ColocatedQueue(ctx, workers, sampler, lambda step, wanted: None)
         try:
             await queue.start_rollouts()
         finally:
@@ -185,7 +196,7 @@ def test_a_rank_whose_reward_hangs_says_so_before_the_others_end(
 
     async def wait():
         queue = ColocatedQueue(
-            ctx, workers, PromptSampler(ctx, make_prompts(9)), lambda wanted: None
+            ctx, workers, PromptSampler(ctx, make_prompts(9)), lambda step, wanted: None
         )
         loop = asyncio.get_running_loop()
         # One after the other within the limit, and all of them far beyond it: slow is not hung.
@@ -204,6 +215,13 @@ def test_a_rank_whose_reward_hangs_says_so_before_the_others_end(
     message = r"rank 1 of 2 .* 1 of its 2 requests of step 4 \(ocr, pickscore\)"
     with pytest.raises(StageError, match=message):
         asyncio.run(wait())
+
+
+def run_attempt_in_windows(*arguments: Any) -> None:
+    """Run an attempt whose windows are a step each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", 1)
+        run_attempt(*arguments)
 
 
 def run_attempt_or_lose_peer(*arguments: Any) -> None:

@@ -74,7 +74,8 @@ def collect(ctx, updater, scorer, prompts, step):
     async def run():
         workers = open_local_workers(ctx, updater, scorer)
         sampler = PromptSampler(ctx, prompts)
-        queue = RolloutQueue(ctx, workers, sampler, await workers.training.encode(prompts), step)
+        embeddings = await workers.training.encode(prompts)
+        queue = RolloutQueue(ctx, workers, sampler, lambda _, wanted: embeddings(wanted), step)
         await queue.start_rollouts()
         return await queue.next_batch(step)
 

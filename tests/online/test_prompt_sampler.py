@@ -17,6 +17,7 @@ from ebbflow.algorithms.advantages import (
     compute_reward_moments,
     find_varied_prompts,
 )
+from ebbflow.data.prompt_windows import PromptWindow
 from ebbflow.data.sampling import sample_prompts
 from ebbflow.flow.noise import generate_initial_noise
 from ebbflow.models import load_model
@@ -63,9 +64,9 @@ def test_without_further_keys_it_is_the_batch_of_the_step(sampler_of, make_promp
         assert sampler.sample_batch(step) == sample_prompts(
             make_prompts(9), 2, step, sampler.ctx.stage_seed
         )
-    assert sampler.list_possible_prompts() == [
-        prompt for step in range(5) for prompt in sampler.sample_batch(step)
-    ]
+    (window,) = sampler.list_windows()
+    assert window.steps == range(5)
+    assert window.prompts == [prompt for step in range(5) for prompt in sampler.sample_batch(step)]
 
 
 def test_as_many_other_prompts_are_drawn_as_say_nothing(sampler_of):
@@ -253,7 +254,8 @@ def test_a_first_pass_tries_a_choice_of_the_prompts(sampler_of):
     some = sampler_of(40, prompt_filter={"prompts": 9, "max_reward": 1})
     assert len(set(ids(some.prompts))) == 9
     assert ids(some.prompts) == sorted(ids(some.prompts)) != list(range(9))
-    assert some.list_possible_prompts() == some.prompts == some.remaining_prompts
+    assert some.list_windows() == [PromptWindow(range(some.config.steps), some.prompts)]
+    assert some.prompts == some.remaining_prompts
 
 
 def test_running_rewards_follow_the_groups_and_survive_a_checkpoint(sampler_of):
@@ -334,7 +336,10 @@ def test_rollouts_in_flight_keep_their_prompts(
     async def interrupted():
         embeddings = await workers.training.encode(prompts)
         queue, resumed = (
-            RolloutQueue(ctx, workers, sampler, embeddings, first_step=1) for _ in range(2)
+            RolloutQueue(
+                ctx, workers, sampler, lambda step, wanted: embeddings(wanted), first_step=1
+            )
+            for _ in range(2)
         )
         await queue.start_rollouts()
         await save_in_flight(tmp_path, queue)
@@ -392,7 +397,7 @@ def test_the_samples_of_a_first_pass_start_as_those_of_a_step(make_recipe, make_
     ctx = StageContext(make_recipe(online=keys), 0, 0)
     prompts = make_prompts(4)
     workers = SimpleNamespace(steps_before=0)
-    queue = RolloutQueue(ctx, workers, PromptSampler(ctx, prompts), lambda wanted: None)
+    queue = RolloutQueue(ctx, workers, PromptSampler(ctx, prompts), lambda step, wanted: None)
     for requests in (
         queue.build_requests(0, prompts=prompts),
         queue.build_filter_requests(prompts, 3),

@@ -10,9 +10,10 @@ import signal
 import pyarrow as pa
 import pytest
 
+from ebbflow.data import prompt_windows
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.online import loop, monitor
+from ebbflow.online import loop, monitor, training_worker
 from ebbflow.online.loop import train_online_folder
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.rewards.combine import Scorer
@@ -156,6 +157,32 @@ def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy):
         with pytest.raises(Killed):
             attempt(f"killed-{kill}", kill=kill, policy=policy, **online)
         assert attempt(f"killed-{kill}", policy=policy, **online) == whole, kill
+
+
+@pytest.mark.parametrize("online", [{}, {"mode": "async", "staleness": 2}], ids=["sync", "async"])
+def test_a_killed_stage_that_encodes_in_windows_ends_with_the_same_bytes(
+    attempt, monkeypatch, online
+):
+    # Two prompts a step: windows of two steps, as none of theirs are the same.
+    monkeypatch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", 4)
+    encoded = []
+    embed_prompts = training_worker.embed_prompts
+
+    def watch(model, prompts, negatives):
+        encoded.append([prompt.prompt_id for prompt in prompts])
+        return embed_prompts(model, prompts, negatives)
+
+    monkeypatch.setattr(training_worker, "embed_prompts", watch)
+    whole = attempt("whole", **online)
+    windows = list(encoded)
+    assert [len(window) for window in windows] == [4, 4, 4]
+    for kill in (3, 5):
+        with pytest.raises(Killed):
+            attempt(f"killed-{kill}", kill=kill, **online)
+        encoded.clear()
+        assert attempt(f"killed-{kill}", **online) == whole
+        # The checkpoint is that of the step before, in the second and in the third window.
+        assert encoded == windows[kill // 2 :]
 
 
 @pytest.mark.skipif(

@@ -275,7 +275,7 @@ def test_sound_is_decoded_where_something_scores_it(
     """Guardrails are scored in validations alone."""
     ctx = StageContext(make_recipe(online={}, rewards=rewards, guardrails=guardrails), 0, 0)
     sampler = PromptSampler(ctx, make_prompts(9))
-    queue = RolloutQueue(ctx, SimpleNamespace(steps_before=0), sampler, lambda wanted: None)
+    queue = RolloutQueue(ctx, SimpleNamespace(steps_before=0), sampler, lambda step, wanted: None)
     assert {request.with_sound for request in queue.build_requests(0)} == {training}
     (request,) = build_validation_requests(ctx, make_prompts(2), lambda batch: None, version=0)
     assert request.with_sound == validation

@@ -176,7 +176,7 @@ def test_samples_to_train_on_are_generated_so(
     online, offline = (StageContext(recipe, 0, stage) for stage in (0, 1))
     sampler = PromptSampler(online, make_prompts(9))
     workers = SimpleNamespace(steps_before=0)
-    requests = RolloutQueue(online, workers, sampler, lambda wanted: None).build_requests(0)
+    requests = RolloutQueue(online, workers, sampler, lambda step, wanted: None).build_requests(0)
     assert {request.quantization for request in requests} == {"float8"}
 
     asked = []

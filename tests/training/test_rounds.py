@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ebbflow.data import prompt_windows
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import Evaluation
 from ebbflow.evaluation.evaluate import evaluate_on_prompts
@@ -71,6 +72,15 @@ def generate_table(recipe: Recipe, base: Path, prompts: list[Prompt], path: Path
     generate_shard(StageContext(recipe, 0, 1), policy.model, policy, 7, prompts, 0, path)
 
 
+def generate_table_in_windows(
+    recipe: Recipe, base: Path, prompts: list[Prompt], path: Path
+) -> None:
+    """As ``generate_table``; three windows, each of a micro-batch of two groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", 3)
+        generate_table(recipe, base, prompts, path)
+
+
 def evaluate_table(recipe: Recipe, base: Path, prompts: list[Prompt], path: Path) -> Evaluation:
     policy = change_policy(base)
     judge = Scorer(((Darkness(), 1.0),))
@@ -94,16 +104,15 @@ def describe_evaluation(evaluation: Evaluation) -> str:
     return evaluation.model_copy(update={"seconds": {}}).model_dump_json()
 
 
+@pytest.mark.parametrize("generate", [generate_table, generate_table_in_windows])
 def test_two_ranks_write_the_rollouts_of_one_process_bit_for_bit(
-    make_recipe, make_prompts, base_folder: Path, tmp_path: Path
+    generate, make_recipe, make_prompts, base_folder: Path, tmp_path: Path
 ) -> None:
     # Three micro-batches of two groups, so that the last round has none for the second rank.
     recipe = make_recipe(offline={"prompts": 6, "shards": 1})
     alone = tmp_path / "alone"
-    generate_table(recipe, base_folder, make_prompts(8), alone)
-    as_two_ranks(
-        run_as_rank, generate_table, recipe, base_folder, make_prompts(8), tmp_path / "shared"
-    )
+    generate(recipe, base_folder, make_prompts(8), alone)
+    as_two_ranks(run_as_rank, generate, recipe, base_folder, make_prompts(8), tmp_path / "shared")
     shared = tmp_path / "shared.0"
     assert read_table(shared).equals(read_table(alone))
     about, about_alone = (read_table_metadata(path) for path in (shared, alone))
