@@ -41,18 +41,23 @@ with path.open("a") as file:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> Callable[..., dict[str, Outcome]]:
-    """``run(minutes=1)``: the outcomes of three parts, by name; the second crashes."""
+    """``run(minutes=1)``: the outcomes of three parts, by name; the second crashes, and the third
+    hangs until its time limit, unless the test has no use for it.
+    """
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
     monkeypatch.setattr(runner, "COMMAND", (sys.executable, str(script)))
     claims = ("first", "second")
-    parts = tuple(
+    works, crashes, hangs = (
         Part(name, "", minutes, claims, "read its log")
         for name, minutes in (("works", 60), ("crashes", 60), ("hangs", 0.1))
     )
-    monkeypatch.setattr(runner, "PARTS", parts)
 
-    def run_all(minutes: float = 200, commit: str = "1", names=()) -> dict[str, Outcome]:
+    def run_all(
+        minutes: float = 200, commit: str = "1", names=(), hanging: bool = True
+    ) -> dict[str, Outcome]:
+        parts = (works, crashes, hangs) if hanging else (works, crashes)
+        monkeypatch.setattr(runner, "PARTS", parts)
         setting = Setting(tmp_path / "folder", "tiny")
         outcomes = run_parts(setting, minutes, commit, names)
         return {outcome.part.name: outcome for outcome in outcomes}
@@ -77,13 +82,13 @@ def test_a_part_that_crashes_or_hangs_ends_alone(run):
 
 
 def test_finished_parts_of_the_same_commit_are_kept(run, capfd):
-    run()
+    run(hanging=False)
     capfd.readouterr()
-    again = run()
+    again = run(hanging=False)
     assert capfd.readouterr().err.count("kept from an earlier start") == 1
-    assert again["works"].lines == run(commit="2")["works"].lines
+    assert again["works"].lines == run(commit="2", hanging=False)["works"].lines
     assert capfd.readouterr().err.count("kept from an earlier start") == 0, "another commit"
-    chosen = run(commit="3", names=["crashes"])
+    chosen = run(commit="3", names=["crashes"], hanging=False)
     assert list(chosen) == ["works", "crashes"], "an unfinished part that was not asked for"
     assert chosen["works"].commit == "2"
 
@@ -165,9 +170,15 @@ def test_updates_on_a_pretend_gpu_have_the_digest_of_the_cpu(monkeypatch, capsys
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["updates", "fsdp"])
-def test_other_parts_pass_on_a_cpu(name, tmp_path):
+def test_fsdp_passes_on_a_cpu(tmp_path):
     """In a process of its own, as a user starts it."""
-    (part,) = (part for part in PARTS if part.name == name)
+    (part,) = (part for part in PARTS if part.name == "fsdp")
     outcome = runner.run_part(Setting(tmp_path, "tiny"), part, limit=3600, commit="1")
     assert [line for line in outcome.all_lines if line.verdict != "passed"] == []
+
+
+@pytest.mark.exhaustive
+def test_updates_pass_on_a_cpu(tmp_path):
+    """The part itself starts two processes, which are compared."""
+    lines = measure_lines("updates", tmp_path)
+    assert [line for line in lines.values() if line.verdict != "passed"] == []
