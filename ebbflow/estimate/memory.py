@@ -361,13 +361,18 @@ class ProcessMemory:
         """Return the bytes of weights, optimiser and copies of one of the processes that share a
         copy of the model, on the GPU and in main memory.
         """
-        fake = ctx.config.algorithm_kind.trains_student
+        kind = ctx.config.algorithm_kind
+        # Each trained copy has an optimiser of its own beside the policy's.
+        num_optimizers = 1 + len(
+            kind.list_trained_copies(ctx.config.hyper_parameters, ctx.config.optimizer)
+        )
         # One process alone puts swapped-out parameters where the gradients were; sharded or
         # offloaded parameters need a place of their own.
-        swapped = 4 * self.trained if fake and (shards > 1 or self.recipe.model.cpu_offload) else 0
+        needs_place = shards > 1 or self.recipe.model.cpu_offload
+        swapped = 4 * self.trained if num_optimizers > 1 and needs_place else 0
         state = Memory(
             weights=self.sharded_weight_bytes(shards),
-            optimizer=(4 * self.trained + (1 + fake) * self._moment_bytes(ctx)) // shards,
+            optimizer=(4 * self.trained + num_optimizers * self._moment_bytes(ctx)) // shards,
             copies=(self.policy_copy_bytes(ctx) + swapped) // shards,
             loading=self._loading_bytes(shards),
         )

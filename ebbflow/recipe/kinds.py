@@ -93,11 +93,11 @@ class AlgorithmKind:
         """Return what a row costs, for the estimate."""
         return RowCost()
 
-    def fake_score_lr_factor(self, hyper: Any) -> float | None:
-        """Return the learning rate of the fake score as a share of the policy's; None for a kind
-        that trains none.
+    def list_trained_copies(self, hyper: Any, optimizer: Any) -> dict[Any, Any]:
+        """Return the policy copies that are trained beside the policy (the fake score), with the
+        ``OptimizerConfig`` of each, made from that of the policy; none for most kinds.
         """
-        return None
+        return {}
 
     def latents_per_row(self, sampler_steps: int) -> int:
         """Return the latents that a row keeps in memory beyond its own, noise and target."""

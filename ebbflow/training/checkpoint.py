@@ -63,7 +63,6 @@ PARAMETERS = "parameters"
 OPTIMIZER = "optimizer"
 COUNTERS = "counters.json"
 STATE = "state.json"
-FAKE_OPTIMIZER = "fake_optimizer"
 MOVING = (*FOLLOWING, "ema")
 """Copies that move with the training; the others are what they were at the start of the stage."""
 COUNTED = (
@@ -185,10 +184,8 @@ def _optimizers_by_name(updater: PolicyUpdater) -> dict[str, AnyOptimizer]:
     """Return the optimisers of the policy and of what is trained beside it, by what their parts are
     called.
     """
-    optimizers = {OPTIMIZER: updater.optimizer}
-    if updater.fake:
-        optimizers[FAKE_OPTIMIZER] = updater.fake.optimizer
-    return optimizers
+    copies = {f"{name}_{OPTIMIZER}": copy for name, copy in updater.trained_copies.items()}
+    return {OPTIMIZER: updater.optimizer} | {name: copy.optimizer for name, copy in copies.items()}
 
 
 def _local_shard(value: Tensor) -> Tensor:

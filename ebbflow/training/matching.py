@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import CopyName, MatchingRows, expand_like
+from ebbflow.algorithms.base import CopyName, MatchingRows, RowMetrics, expand_like
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise, generate_noise
 from ebbflow.flow.renoising import compute_score_target, renoise_latents
 from ebbflow.flow.training_sigmas import sample_training_sigmas
@@ -25,6 +25,7 @@ from ebbflow.recipe.algorithms import MatchingConfig, SigmaConfig
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.seeding import Stream, iterate_generators
 from ebbflow.training.batches import ForwardInputs, split_into_passes
+from ebbflow.training.latent_losses import LatentShare, average_over_latents
 from ebbflow.training.policy import Policy
 
 
@@ -100,6 +101,33 @@ class MatchingBatch:
             f"{key}, denoising step {int(self.steps[row])}, noised to sigma"
             f" {float(self.noised.sigma[row]):.4f}"
         )
+
+
+@dataclass(frozen=True)
+class FakeScoreBatch:
+    """The rows of a batch as the fake score is trained on them: mean (scale v - target)^2.
+
+    Attributes:
+        latents: of a sample of several latents; their errors are averaged by their shares.
+    """
+
+    rows: MatchingBatch
+    latents: list[LatentShare]
+
+    @property
+    def inputs(self) -> ForwardInputs:
+        return self.rows.noised
+
+    @property
+    def group_index(self) -> Tensor:
+        return self.rows.group_index
+
+    def compute_loss(self, part: slice, velocity: Tensor) -> tuple[Tensor, RowMetrics]:
+        miss = expand_like(self.rows.scale[part], velocity) * velocity - self.rows.target[part]
+        return average_over_latents(miss**2, self.latents), {}
+
+    def describe_row(self, row: int) -> str:
+        return self.rows.describe_row(row)
 
 
 @torch.no_grad()

@@ -26,7 +26,6 @@ from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
 from ebbflow.training.distributed import Ranks, sum_over_processes
 from ebbflow.training.drift import choose_drift_stride
-from ebbflow.training.fake_score import FakeScore
 from ebbflow.training.gradients import TrainingError, compute_gradient_norm
 from ebbflow.training.latent_losses import (
     LatentShare,
@@ -34,7 +33,6 @@ from ebbflow.training.latent_losses import (
     list_latent_shares,
     select_latent,
 )
-from ebbflow.training.matching import MatchingBatch
 from ebbflow.training.optimizer import AnyOptimizer, build_optimizer, set_learning_rate
 from ebbflow.training.pass_results import (
     PassResults,
@@ -48,6 +46,7 @@ from ebbflow.training.predictions import (
     predict_velocities_of_teachers,
     predict_velocity,
 )
+from ebbflow.training.trained_copy import CopyBatch, TrainedCopy
 
 FIRST_LOSS_SCALE = 2.0**16
 """Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no
@@ -78,7 +77,7 @@ class PolicyUpdater:
         drift: mean (v - v_base)^2 when it was last measured.
         reset_step: ``steps`` at the last reset of the reference.
         is_reset_due: whether the policy has left the reference too far behind since.
-        fake: the fake score network, where the algorithm trains one beside the policy.
+        trained_copies: the copies that the algorithm trains beside the policy, by name.
         alarms: what a person should look at, a line each.
         drifted: whether the drift alarm went off.
         correction: of the rollouts of an online stage; None for none.
@@ -122,10 +121,8 @@ class PolicyUpdater:
             self.latents = list_latent_shares(policy.model.latent_shape, stage.latent_weights)
         _require_drawable_sigmas(policy, stage)
         self.optimizer: AnyOptimizer = optimizer or build_optimizer(policy, stage.optimizer)
-        lr_factor = stage.algorithm_kind.fake_score_lr_factor(self.hyper)
-        self.fake: FakeScore | None = None
-        if lr_factor is not None:
-            self.fake = FakeScore(policy, stage.optimizer, lr_factor, self.latents)
+        beside = stage.algorithm_kind.list_trained_copies(self.hyper, stage.optimizer)
+        self.trained_copies = {name: TrainedCopy(policy, name, beside[name]) for name in beside}
         # Gradients of means over many latent elements are below what float16 can hold, so the loss
         # is multiplied before the backward pass and the gradients are divided after it.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
@@ -159,13 +156,13 @@ class PolicyUpdater:
         }
         return self.before.model_copy(update=counts)
 
-    def update_fake_score(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
-        """Take one optimiser step of the fake score, before the policy's (``FakeScore``)."""
-        assert self.fake, "the algorithm trains one"
+    def train_copy(self, name: CopyName, batch: CopyBatch, passes: int) -> dict[str, float]:
+        """Take one optimiser step of a trained copy, before the policy's (``TrainedCopy``)."""
+        copy = self.trained_copies[name]
         set_learning_rate(
-            self.fake.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates
+            copy.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates
         )
-        return self.fake.update_fake_score(batch, passes)
+        return copy.take_step(batch, passes)
 
     def start_rollout(self) -> None:
         """Remember the policy as it is, before the updates on the samples of a step: some losses

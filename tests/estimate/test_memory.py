@@ -166,7 +166,8 @@ def test_a_fake_score_takes_a_copy_and_the_optimiser_s_state_once_more(
     )
     memory = estimate_recipe(recipe).memory["1.1 online training"]
     held = sum(value.nbytes for copy in policy.copies.values() for value in copy.values())
-    states = [*updater.optimizer.state.values(), *updater.fake.optimizer.state.values()]
+    optimizers = [updater.optimizer, updater.trained_copies["fake"].optimizer]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
     moments = sum(value.nbytes for state in states for value in state.values() if value.ndim)
     own = sum(parameter.nbytes for parameter in policy.parameters.values())
     if offload:  # the policy's own values wait there while the fake score trains

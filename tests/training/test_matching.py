@@ -20,7 +20,11 @@ from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training import matching
 from ebbflow.training.gradients import TrainingError
-from ebbflow.training.matching import build_matching_batch, sample_student_steps
+from ebbflow.training.matching import (
+    FakeScoreBatch,
+    build_matching_batch,
+    sample_student_steps,
+)
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.training.training_cases import FULL, LORA, TEXTS, farthest, sgd
@@ -64,6 +68,10 @@ def updater_of(model, name, config=FULL, offload=False, **stage):
         {"algorithm": algorithm, "sampler": sampler, "optimizer": optimizer, **stage}
     )
     return PolicyUpdater(policy, config, optimizer=None if offload else sgd(policy))
+
+
+def train_fake(updater, batch, passes):
+    return updater.train_copy("fake", FakeScoreBatch(batch, updater.latents), passes)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -149,7 +157,7 @@ def test_the_fake_score_learns_the_student_and_leaves_it_alone(base_folder, conf
     batch = batch_of(policy.model, "dmd2")
     for p in policy.parameters.values():  # of the policy's last update
         p.grad = torch.ones_like(p)
-    errors = [updater.update_fake_score(batch, 2)["fake/loss"] for _ in range(8)]
+    errors = [train_fake(updater, batch, 2)["fake/loss"] for _ in range(8)]
     assert errors[-1] < 0.95 * errors[0]
     assert farthest(policy.copies["fake"], before["fake"]) > 1e-4
     assert farthest(policy.parameters, own) == 0
@@ -165,7 +173,7 @@ def test_an_update_follows_the_gradient_written_by_hand(base_folder, name):
     updater = updater_of(load_model(base_folder), name)
     policy = updater.policy
     model = updater.policy.model
-    updater.update_fake_score(batch_of(model, name, draw=1), 1)
+    train_fake(updater, batch_of(model, name, draw=1), 1)
     with torch.no_grad():  # a teacher of its own
         for value in policy.copies["teacher"].values():
             value.mul_(1.05)
@@ -192,7 +200,7 @@ def test_copies_in_main_memory_train_alike(base_folder):
     for offload in (False, True):
         updater = updater_of(load_model(base_folder), "dmd2", LORA, offload)
         for draw in range(2):
-            updater.update_fake_score(batch_of(updater.policy.model, "dmd2", draw), 2)
+            train_fake(updater, batch_of(updater.policy.model, "dmd2", draw), 2)
         ends.append(updater.policy.copies["fake"])
     assert farthest(*ends) < 1e-6
 
@@ -208,9 +216,9 @@ def test_a_fake_score_that_is_not_finite_stops_the_stage(base_folder):
     )
     with pytest.raises(
         TrainingError,
-        match=f"not finite: the fake score's error of {where} .*Lower algorithm.fake_lr_factor",
+        match=f"not finite: the fake copy's error of {where} .*Lower algorithm.fake_lr_factor",
     ):
-        updater.update_fake_score(batch, 2)
+        train_fake(updater, batch, 2)
     assert farthest(updater.policy.copies["fake"], before) == 0
 
 
@@ -218,11 +226,11 @@ def test_a_gradient_of_the_fake_score_that_is_not_finite_stops_the_stage(base_fo
     updater = updater_of(load_model(base_folder), "dmd2")
     batch = batch_of(updater.policy.model, "dmd2")
     monkeypatch.setattr(
-        "ebbflow.training.fake_score.compute_gradient_norm",
+        "ebbflow.training.trained_copy.compute_gradient_norm",
         lambda policy: torch.tensor(float("inf")),
     )
     with pytest.raises(
         TrainingError,
-        match="not finite: the fake score's gradient .gradient norm inf.; the step was not taken",
+        match="not finite: the fake copy's gradient .gradient norm inf.; the step was not taken",
     ):
-        updater.update_fake_score(batch, 1)
+        train_fake(updater, batch, 1)

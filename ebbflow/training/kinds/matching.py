@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from ebbflow.algorithms.base import Algorithm, MatchingRows
+    from ebbflow.algorithms.base import Algorithm, CopyName, MatchingRows
+    from ebbflow.recipe.optimizer_config import OptimizerConfig
     from ebbflow.recipe.stages import StageConfig
     from ebbflow.training.batches import RowBatch, SampleGroups
 
@@ -76,8 +77,11 @@ class MatchingKind(TrainableKind):
         guided = int(self.guides_teacher(hyper))
         return RowCost(1 + hyper.fake_updates, sampler_steps + guided)
 
-    def fake_score_lr_factor(self, hyper: MatchingConfig) -> float:
-        return hyper.fake_lr_factor
+    def list_trained_copies(
+        self, hyper: MatchingConfig, optimizer: OptimizerConfig
+    ) -> dict[CopyName, OptimizerConfig]:
+        lr = optimizer.lr * hyper.fake_lr_factor
+        return {"fake": optimizer.model_copy(update={"lr": lr})}
 
     def latents_per_row(self, sampler_steps: int) -> int:
         # Latents and velocity at each of the student's steps; the noised sample and its target.
@@ -88,7 +92,11 @@ class MatchingKind(TrainableKind):
     ) -> tuple[RowBatch, dict[str, float]]:
         import numpy as np
 
-        from ebbflow.training.matching import build_matching_batch, sample_student_steps
+        from ebbflow.training.matching import (
+            FakeScoreBatch,
+            build_matching_batch,
+            sample_student_steps,
+        )
 
         updater = step.updater
         hyper: MatchingConfig = updater.hyper
@@ -108,7 +116,8 @@ class MatchingKind(TrainableKind):
         metrics: dict[str, list[float]] = {}
         for draw in range(hyper.fake_updates):
             batch = build_matching_batch(student, advantage, hyper, draw)
-            for name, value in updater.update_fake_score(batch, passes).items():
+            rows = FakeScoreBatch(batch, updater.latents)
+            for name, value in updater.train_copy("fake", rows, passes).items():
                 metrics.setdefault(name, []).append(value)
         batch = build_matching_batch(student, advantage, hyper, hyper.fake_updates)
         return batch, {name: fmean(values) for name, values in metrics.items()}
