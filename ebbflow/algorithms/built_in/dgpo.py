@@ -28,8 +28,8 @@ from ebbflow.algorithms.base import (
     ForwardRows,
     RowMetrics,
     compute_flow_matching_error,
-    compute_group_mean,
 )
+from ebbflow.algorithms.group_preference import compute_group_weight, find_clipped_rows
 from ebbflow.recipe.algorithms import (
     SUM_OF_REWARDS,
     EmaScheduleConfig,
@@ -121,19 +121,14 @@ def compute_loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetr
     error = compute_flow_matching_error(rows, rows.velocity)
     change = error.detach() - compute_flow_matching_error(rows, rows.copies["reference"])
 
-    # sg sigmoid(S_g), the same at all rows of a group: 1/2 at the reference, near 0 once the better
-    # samples have improved against the worse ones, near 1 where they have fallen behind.
-    weight = compute_group_mean(rows.advantage * config.beta * change, rows.group_index).sigmoid()
+    # sg sigmoid(S_g), the same at all rows of a group.
+    weight = compute_group_weight(change, rows.advantage, rows.group_index, config.beta)
     metrics = {"dgpo/weight": weight, "dgpo/change": change}
 
-    # A clipped row keeps its value and loses its gradient. rho rises as the error falls, hence
-    # d_old - d.
+    # A clipped row keeps its value and loses its gradient.
     if config.clip_range is not None:
         old_error = compute_flow_matching_error(rows, rows.copies["old"])
-        ratio = (old_error - error.detach()).exp()
-        too_high = ratio > 1 + config.clip_range
-        too_low = ratio < 1 - config.clip_range
-        clipped = too_high.where(rows.advantage > 0, too_low)
+        clipped = find_clipped_rows(error, old_error, rows.advantage, config.clip_range)
         error = error.detach().where(clipped, error)
         metrics["dgpo/clipped"] = clipped.float()
     return weight * rows.advantage * error, metrics
