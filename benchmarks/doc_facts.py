@@ -21,6 +21,7 @@ ROWS = (
     base.GradientRows,
     base.DirectAlignRows,
     base.MatchingRows,
+    base.SurrogateRows,
 )
 BEGIN = "<!-- rows: written by python -m benchmarks.doc_facts -->"
 END = "<!-- rows: end -->"

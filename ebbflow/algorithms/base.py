@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ebbflow.algorithms import grouping
-from ebbflow.recipe.algorithms import AlgorithmConfig
+from ebbflow.recipe.algorithms import AlgorithmConfig, SurrogateConfig
 from ebbflow.recipe.choices import ADVANTAGE_CLIP
 
 if TYPE_CHECKING:
@@ -27,16 +27,30 @@ if TYPE_CHECKING:
     from ebbflow.flow.sampler import Transition
 
 # The policies that a loss can ask for besides the one that is trained.
-CopyName = Literal["reference", "old", "sampling", "teacher", "rollout", "fake", "recent"]
+CopyName = Literal[
+    "reference",
+    "old",
+    "sampling",
+    "teacher",
+    "rollout",
+    "fake",
+    "recent",
+    "surrogate",
+    "surrogate_old",
+]
 """``rollout``: the policy as it was before the first update on the samples, of a step online, of
-the stage offline. ``fake``: the fake score network of distribution matching, the only copy that is
-trained. ``recent``: the policy at the last reset of the reference (``ReferenceConfig.is_reset``).
+the stage offline. ``fake``: the fake score network of distribution matching. ``surrogate``: the
+denoiser that learns the reward of a few-step student (``SurrogateRows``), and ``surrogate_old`` its
+moving average; ``fake`` and ``surrogate`` are the copies that are trained. ``recent``: the policy
+at the last reset of the reference (``ReferenceConfig.is_reset``).
 """
-FollowingName = Literal["old", "sampling", "fake", "recent"]
+FollowingName = Literal["old", "sampling", "fake", "recent", "surrogate", "surrogate_old"]
 FOLLOWING: tuple[FollowingName, ...] = get_args(FollowingName)
 """The copies that move with the training, each by the schedule of the algorithm that keeps it;
-``fake`` is trained, and ``recent`` is renewed by a rule. The others stand still.
+``fake`` and ``surrogate`` are trained, and ``recent`` is renewed by a rule. The others stand still.
 """
+SURROGATE: tuple[FollowingName, ...] = ("surrogate", "surrogate_old")
+"""What an algorithm with a surrogate reward has; both start at the teacher."""
 Decay: TypeAlias = Callable[[Any, int], float]
 RowMetrics: TypeAlias = "dict[str, Tensor]"
 """Metrics by name, a value for each row: [M]."""
@@ -212,6 +226,9 @@ class MatchingRows:
             and ``fake``.
         advantage: [M].
         advantage_clip: ``advantages.clip``.
+        rewarded_clean: with a surrogate reward, x0 as the surrogate predicts it (with guidance, if
+            the stage says so) at the student's sample, noised to a level of its own, [M, ...].
+        base_clean: x0 as the teacher predicts it there without guidance, [M, ...].
     """
 
     latents: Tensor
@@ -222,11 +239,44 @@ class MatchingRows:
     copies: Mapping[CopyName, Tensor]
     advantage: Tensor
     advantage_clip: float = ADVANTAGE_CLIP
+    rewarded_clean: Tensor | None = None
+    base_clean: Tensor | None = None
 
     @property
     def predicted_clean(self) -> Tensor:
         """The predicted clean latents x - sigma v, with gradient, [M, ...]."""
         return self.latents - expand_like(self.sigma, self.velocity) * self.velocity
+
+
+@dataclass(frozen=True)
+class SurrogateRows:
+    """M rows of the loss of a surrogate reward: ends of a few-step student's steps, noised again.
+
+    Example:
+        Two groups of three samples, the first at the end of the second step of four, the second at
+        that of the last: ``group_index`` = [0, 0, 0, 1, 1, 1], ``step_share`` = [.5, .5, .5, 1.,
+        1., 1.]. A group has one step, one noise level and one noise.
+
+    Attributes:
+        velocity: under the surrogate, with gradient, [M, ...].
+        target: the velocity that has the score of the fresh noise, which the surrogate is compared
+            with, [M, ...].
+        teacher: the velocity under the teacher, without guidance, [M, ...].
+        old: that under the surrogate's moving average, [M, ...].
+        step_share: [M], (number of the student's step, from one) / (its steps).
+        advantage: [M].
+        group_index: integer [M], ascending; equal for the samples of a prompt, which are all here.
+        advantage_clip: ``advantages.clip``.
+    """
+
+    velocity: Tensor
+    target: Tensor
+    teacher: Tensor
+    old: Tensor
+    step_share: Tensor
+    advantage: Tensor
+    group_index: Tensor
+    advantage_clip: float = ADVANTAGE_CLIP
 
 
 AnyRows: TypeAlias = TrajectoryRows | ForwardRows | GradientRows | DirectAlignRows | MatchingRows
@@ -290,6 +340,9 @@ class Algorithm:
         reshape: (advantages of a step, its scores, hyper-parameters, what it remembers) -> the
             advantages to train on. Scores are ``StepScores``. What it remembers is a dictionary of
             JSON values, which it changes in place and checkpoints keep.
+        surrogate_loss: (``SurrogateRows``, hyper-parameters) -> (loss of each row [M], metrics of
+            each row) of the surrogate reward of a few-step student, of a ``SurrogateConfig``; None
+            without one.
     """
 
     config: type[AlgorithmConfig]
@@ -303,12 +356,22 @@ class Algorithm:
     follows: Mapping[FollowingName, Decay] = field(default_factory=dict)
     generates: Literal["current"] | FollowingName = "current"
     reshape: Reshape | None = None
+    surrogate_loss: Callable[[SurrogateRows, Any], tuple[Tensor, RowMetrics]] | None = None
+
+    def __post_init__(self) -> None:
+        if issubclass(self.config, SurrogateConfig) != (self.surrogate_loss is not None):
+            raise ValueError(
+                f"{self.config.__name__}: an algorithm has a surrogate_loss if, and only if, its"
+                " hyper-parameters derive from SurrogateConfig; give both or none"
+            )
 
     def list_following_copies(self, config: Any) -> tuple[FollowingName, ...]:
         """List the copies that the policy of a stage has because the algorithm asks for them, and
         that may follow it.
         """
         used = {self.generates, *self.copies(config)}
+        if self.surrogate_loss is not None:
+            used |= {*SURROGATE}
         return tuple(name for name in FOLLOWING if name in used)
 
 

@@ -8,13 +8,14 @@ width h in each of L blocks, and D elements in a sample's latents, a process hol
 weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b
                = 2
 optimiser      8 A of AdamW (1711.05101), and 4 A of gradients; 8 A more for a fake score (``dmd2``,
-               ``tdm``). While a copy is swapped in, the swapped-out parameters take the gradients'
-               place. ``adamw_8bit`` has 2 A and a scale of 4 bytes for each 256 numbers of them
-               instead of 8 A, but for parameters of fewer than 4,096 elements
+               ``tdm``) and for a surrogate (``tdm_r1``). While a copy is swapped in, the
+               swapped-out parameters take the gradients' place. ``adamw_8bit`` has 2 A and a scale
+               of 4 bytes for each 256 numbers of them instead of 8 A, but for parameters of fewer
+               than 4,096 elements
 copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, rollout,
-               fake, ema and teacher where a stage has them; where nothing trains, also the
-               swapped-out parameters, and while a fake score is trained that is sharded or
-               offloaded
+               fake, surrogate and its average, ema and teacher where a stage has them; where
+               nothing trains, also the swapped-out parameters, and while a copy is trained that is
+               sharded or offloaded
 activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores),
                times 1.5: modulation and gates, which that transformer lacks; not under a LoRA in
                16 bits, where frozen layers keep no inputs. With ``gradient_checkpointing``
@@ -414,7 +415,9 @@ class ProcessMemory:
         # For each row: its latent, noise and target, a prediction of every copy, and the steps of
         # a few-step student.
         num_latents = 3 + len(list_compared_copies(ctx)) + ctx.config.reference.needs_guidance
-        num_latents += ctx.config.algorithm_kind.latents_per_row(ctx.config.sampler.steps)
+        num_latents += ctx.config.algorithm_kind.latents_per_row(
+            ctx.config.hyper_parameters, ctx.config.sampler.steps
+        )
         return samples * count_rows_per_sample(ctx) * self.latent_bytes * num_latents
 
     def _rollout_activation_bytes(self, ctx: StageContext, samples: int) -> int:

@@ -111,6 +111,13 @@ def _sigma_of_quantile(quantile: Tensor, config: SigmaConfig) -> Tensor:
     return _shift_sigma(quantile, config.shift)
 
 
+def move_sigma(sigma: float, by: float, shift: float) -> float:
+    """Compute the sigma that lies a distance above another before both are shifted, at most 1."""
+    # A shift by 1 / k undoes a shift by k.
+    unshifted = _shift_sigma(torch.tensor(sigma, dtype=torch.float64), 1 / shift)
+    return float(_shift_sigma((unshifted + by).clamp_max(1.0), shift))
+
+
 def _probability_below(sigma: float, config: SigmaConfig) -> float:
     """Compute the share of the distribution without its band that lies below a sigma."""
     # A shift by 1 / k undoes a shift by k. Rounding may pass 1.

@@ -288,6 +288,9 @@ class MatchingConfig(AlgorithmConfig):
     along_trajectory: ClassVar[bool] = False
     """true: noise the end of a deterministic step again, to the noise levels of that step. false:
     noise the clean prediction."""
+    level_gap: ClassVar[float | None] = None
+    """A number: the noise levels begin this far above the end of the step, before ``sigma.shift``,
+    and may lie above its start. None: they stay between the two ends of the step."""
 
     teacher: PathText | None = Field(None, min_length=1)
     """Policy folder (or URI) of the teacher. It must have the same base model and the same
@@ -305,6 +308,37 @@ class MatchingConfig(AlgorithmConfig):
     sigma: SigmaConfig = SigmaConfig(kind="uniform", min=0.02, max=0.98)
     """Distribution of the noise levels at which the loss compares the two scores and at which the
     fake score is trained."""
+
+    @property
+    def largest_guidance(self) -> float:
+        """Largest scale of classifier-free guidance of a copy."""
+        return self.guidance
+
+
+class SurrogateConfig(MatchingConfig):
+    """Distribution matching that also learns from rewards: a denoiser is trained beside the student
+    as a surrogate of the reward."""
+
+    along_trajectory: ClassVar = True
+
+    surrogate_lr_factor: float = Field(1.0, gt=0)
+    """Learning rate of the surrogate, relative to the student's. But for its betas, the rest of its
+    optimiser is the same."""
+    surrogate_betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [0.9, 0.999], min_length=2, max_length=2
+    )
+    """Betas of the surrogate's optimiser."""
+    surrogate_guidance: float = Field(1.0, ge=1)
+    """Scale of classifier-free guidance of the surrogate where the student learns from it."""
+    surrogate_sigma: SigmaConfig = SigmaConfig(kind="uniform")
+    """Distribution of the noise levels at which the surrogate is trained and asked. They lie above
+    the end of the student's step."""
+    surrogate_old: EmaScheduleConfig = EmaScheduleConfig()
+    """The moving average of the surrogate. Steps are optimiser steps."""
+
+    @property
+    def largest_guidance(self) -> float:
+        return max(self.guidance, self.surrogate_guidance)
 
 
 class CustomAlgorithmConfig(Strict):

@@ -27,6 +27,18 @@ class RowCost(NamedTuple):
     without_gradient: int = 0
 
 
+class TrainedCopyConfig(NamedTuple):
+    """How a policy copy is trained beside the policy.
+
+    Attributes:
+        optimizer: the ``OptimizerConfig``.
+        average: the ``EmaScheduleConfig`` of its moving average; None for none.
+    """
+
+    optimizer: Any
+    average: Any = None
+
+
 class AlgorithmKind:
     """What recipes and estimates ask of the algorithms on one kind of rows. Methods take their
     hyper-parameters (``hyper``), or the stage.
@@ -93,13 +105,16 @@ class AlgorithmKind:
         """Return what a row costs, for the estimate."""
         return RowCost()
 
-    def list_trained_copies(self, hyper: Any, optimizer: Any) -> dict[Any, Any]:
-        """Return the policy copies that are trained beside the policy (the fake score), with the
-        ``OptimizerConfig`` of each, made from that of the policy; none for most kinds.
+    def list_trained_copies(self, hyper: Any, optimizer: Any) -> dict[Any, TrainedCopyConfig]:
+        """Return the policy copies that are trained beside the policy (the fake score), by name;
+        none for most kinds.
+
+        Args:
+            optimizer: the policy's ``OptimizerConfig``, which those of the copies differ from.
         """
         return {}
 
-    def latents_per_row(self, sampler_steps: int) -> int:
+    def latents_per_row(self, hyper: Any, sampler_steps: int) -> int:
         """Return the latents that a row keeps in memory beyond its own, noise and target."""
         return 0
 

@@ -116,9 +116,9 @@ def check_students_are_trainable(stages: Sequence[StageConfig], model: ModelConf
                 " algorithm.guidance to that of the teacher"
             )
         if kind.guides_teacher(stage.hyper_parameters) and family and not family.guided:
-            guidance = getattr(stage.hyper_parameters, "guidance", 1.0)
+            guidance = getattr(stage.hyper_parameters, "largest_guidance", 1.0)
             raise ValueError(
-                f"stages.{index}.algorithm.guidance = {guidance:g} needs classifier-free"
+                f"stages.{index}.algorithm: a guidance of {guidance:g} needs classifier-free"
                 f" guidance, which model.family = {model.family!r} has not; leave it out"
             )
         if model.precision == "float16":

@@ -18,7 +18,7 @@ from torch import Tensor
 from ebbflow.algorithms.base import CopyName, MatchingRows, RowMetrics, expand_like
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise, generate_noise
 from ebbflow.flow.renoising import compute_score_target, renoise_latents
-from ebbflow.flow.training_sigmas import sample_training_sigmas
+from ebbflow.flow.training_sigmas import move_sigma, sample_training_sigmas
 from ebbflow.flow.transition import compute_transition, sample_next_latents
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.algorithms import MatchingConfig, SigmaConfig
@@ -63,9 +63,10 @@ class MatchingBatch:
             ...].
         guidance: of the teacher.
         steps: integer [M], the student's step of each row.
+        rewarded_clean, base_clean: as of ``MatchingRows``, with a surrogate reward.
     """
 
-    latent_fields: ClassVar = ("inputs", "noised", "target")
+    latent_fields: ClassVar = ("inputs", "noised", "target", "rewarded_clean", "base_clean")
     inputs: ForwardInputs
     noised: ForwardInputs
     scale: Tensor
@@ -76,6 +77,8 @@ class MatchingBatch:
     group_index: Tensor
     advantage: Tensor
     keys: SampleKeys
+    rewarded_clean: Tensor | None = None
+    base_clean: Tensor | None = None
 
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         if copy == "teacher" and self.guidance > 1:
@@ -93,6 +96,8 @@ class MatchingBatch:
             noised_sigma=self.noised.sigma[part],
             copies=copies,
             advantage=self.advantage[part],
+            rewarded_clean=None if self.rewarded_clean is None else self.rewarded_clean[part],
+            base_clean=None if self.base_clean is None else self.base_clean[part],
         )
 
     def describe_row(self, row: int) -> str:
@@ -191,6 +196,24 @@ def _sample_steps(
     return torch.stack(all_latents, 1), torch.stack(velocities, 1)
 
 
+@dataclass(frozen=True)
+class RenoisedEnds:
+    """Where one step of each of N samples ends, noised again.
+
+    Attributes:
+        inputs: before the step, [N, ...].
+        noised: x' with fresh noise.
+        scale, target: ``compute_score_target`` of it.
+        steps: integer [N], the student's steps.
+    """
+
+    inputs: ForwardInputs
+    noised: ForwardInputs
+    scale: Tensor
+    target: Tensor
+    steps: Tensor
+
+
 def build_matching_batch(
     steps: StudentSteps, advantage: Tensor, config: MatchingConfig, draw: int
 ) -> MatchingBatch:
@@ -201,16 +224,41 @@ def build_matching_batch(
         draw: a number for each batch that is made of the same steps: which step, noise level and
             noise.
     """
+    step, uniform, noise = sample_training_noise(steps, steps.keys, draw)
+    level = sample_noise_levels(config, config.sigma, steps, step, uniform, steps.keys, draw)
+    ends = renoise_ends(steps, config, step, level, noise)
+    return MatchingBatch(
+        inputs=ends.inputs,
+        noised=ends.noised,
+        scale=ends.scale,
+        target=ends.target,
+        guidance=config.guidance,
+        steps=ends.steps,
+        weight=torch.ones(len(step), device=steps.latents.device),
+        group_index=ends.inputs.sample_index,
+        advantage=advantage,
+        keys=steps.keys,
+    )
+
+
+def renoise_ends(
+    steps: StudentSteps, config: MatchingConfig, step: Tensor, level: Tensor, noise: Tensor
+) -> RenoisedEnds:
+    """Noise the end of one step of each of N samples again.
+
+    Args:
+        step: integer [N].
+        level: the sigma of the noised samples, [N].
+        noise: [N, ...].
+    """
     device = steps.latents.device
-    samples = torch.arange(len(steps.keys))
-    step, uniform, noise = _sample_training_noise(steps, draw)
     sigmas = steps.sigmas.cpu()
     # dmd2 matches the student's clean predictions, tdm where its deterministic steps end.
     start = sigmas[step]
     end = sigmas[step + 1] if config.along_trajectory else torch.zeros(len(step))
-    level = _sample_noise_levels(steps, config, step, uniform, draw).to(device)
-    rows, step, start, end, noise = (
-        values.to(device) for values in (samples, step, start, end, noise)
+    samples = torch.arange(len(step))
+    rows, step, start, end, level, noise = (
+        values.to(device) for values in (samples, step, start, end, level, noise)
     )
     latents = steps.latents[rows, step]  # (N, K, ...) -> (N, ...)
     velocity = steps.velocity[rows, step]
@@ -220,25 +268,20 @@ def build_matching_batch(
         latents, start, steps.conditioning.without_guidance(), rows, steps.conditioning.negative
     )
     scale, target = compute_score_target(reached, noise, end, level)
-    return MatchingBatch(
-        inputs=inputs,
-        noised=replace(inputs, latents=renoise_latents(reached, noise, end, level), sigma=level),
-        scale=scale,
-        target=target,
-        guidance=config.guidance,
-        steps=step,
-        weight=torch.ones(len(rows), device=device),
-        group_index=rows,
-        advantage=advantage,
-        keys=steps.keys,
-    )
+    noised = replace(inputs, latents=renoise_latents(reached, noise, end, level), sigma=level)
+    return RenoisedEnds(inputs, noised, scale, target, step)
 
 
-def _sample_training_noise(steps: StudentSteps, draw: int) -> tuple[Tensor, Tensor, Tensor]:
+def sample_training_noise(
+    steps: StudentSteps, keys: SampleKeys, draw: int, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (step, integer [N], uniform in [0, 1) [N], noise [N, ...]), from each sample's own
     generator, so that batches do not matter.
+
+    Args:
+        keys: of the N samples.
+        weights: [K], the relative probabilities of the steps; None for equal ones.
     """
-    keys = steps.keys
     count = len(steps.sigmas) - 1
     numbers = np.empty((len(keys), 2), dtype=np.float32)
     noise = np.empty((len(keys), *steps.latents.shape[2:]), dtype=np.float32)
@@ -247,29 +290,54 @@ def _sample_training_noise(steps: StudentSteps, draw: int) -> tuple[Tensor, Tens
     ):
         numbers[row] = generator.random(2, dtype=np.float32)
         generator.standard_normal(dtype=np.float32, out=noise[row])
+    choice = torch.from_numpy(numbers[:, 0].copy())
+    # Without weights by a product and not by the search below, which may round to another step: the
+    # draws of dmd2 and tdm are part of a recipe's bytes.
+    if weights is None:
+        step = (choice * count).long()
+    else:
+        step = torch.searchsorted(weights.cumsum(0) / weights.sum(), choice, right=True)
     # The largest float32 below 1 times ``count`` can round up to ``count``.
-    step = (torch.from_numpy(numbers[:, 0]) * count).long().clamp_max(count - 1)
+    step = step.clamp_max(count - 1)
     return step, torch.from_numpy(numbers[:, 1].copy()), torch.from_numpy(noise)
 
 
-def _sample_noise_levels(
-    steps: StudentSteps, config: MatchingConfig, step: Tensor, uniform: Tensor, draw: int
+def sample_noise_levels(
+    config: MatchingConfig,
+    sigma: SigmaConfig,
+    steps: StudentSteps,
+    step: Tensor,
+    uniform: Tensor,
+    keys: SampleKeys,
+    draw: int,
 ) -> Tensor:
     """Sample the sigma that each sample is noised to, [N]: along the trajectory between those of
-    its step.
+    its step, or above its end.
+
+    Args:
+        sigma: the distribution.
+        step: the student's step of each sample, integer [N].
+        uniform: [N], and ``keys``: of the samples.
     """
     schedule = steps.sigmas.cpu()
     if not config.along_trajectory:
-        return sample_training_sigmas(config.sigma, schedule, steps.keys, draw, uniform[None])[0]
+        return sample_training_sigmas(sigma, schedule, keys, draw, uniform[None])[0]
     # Each step has a band of its own, so the samples of each step are sampled together.
     levels = torch.empty(len(step))
     for number in step.unique().tolist():
         chosen = step == number  # bool (N,)
-        keys = steps.keys.select_samples(chosen.nonzero()[:, 0].numpy())
-        band = _clip_sigma_band(config.sigma, float(schedule[number + 1]), float(schedule[number]))
-        levels[chosen] = sample_training_sigmas(band, schedule, keys, draw, uniform[None, chosen])[
-            0
-        ]
+        chosen_keys = keys.select_samples(chosen.nonzero()[:, 0].numpy())
+        low = float(schedule[number + 1])
+        high = float(schedule[number])
+        if config.level_gap is not None:
+            # Just above the end x_t says nothing of the noise that was added, and the target, which
+            # is divided by its share b, grows without a limit.
+            low = move_sigma(low, config.level_gap, sigma.shift)
+            high = 1.0
+        band = _clip_sigma_band(sigma, low, high)
+        levels[chosen] = sample_training_sigmas(
+            band, schedule, chosen_keys, draw, uniform[None, chosen]
+        )[0]
     return levels
 
 

@@ -158,10 +158,13 @@ class Policy:
         """
         return Ranks.current().world * self.context_parallel
 
-    def ensure_copy(self, name: str) -> None:
-        """Start a copy at the current parameters unless the loaded policy brought it along."""
+    def ensure_copy(self, name: str, source: str = "current") -> None:
+        """Start a copy at the current parameters, or at those of another copy, unless the loaded
+        policy brought it along.
+        """
         if name not in self.copies:
-            self.snapshot_copy(name)
+            with self.use_copy(source):
+                self.snapshot_copy(name)
 
     def snapshot_copy(self, name: str) -> None:
         """Make (or refresh) a copy from the current parameters."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ebbflow.algorithms.advantages import PromptStatistics
-from ebbflow.algorithms.base import FOLLOWING
+from ebbflow.algorithms.base import FOLLOWING, SURROGATE
 from ebbflow.compute import log_device, set_up_process
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Model, load_model
@@ -94,11 +94,12 @@ def open_policy(
     }
     if teacher_digests:
         metadata = metadata.model_copy(update={"teachers": teacher_digests})
-    for name in ctx.following_copies:
-        policy.ensure_copy(name)
     if ctx.starts_as_teacher:
         # What was evaluated: of a policy with an average, not what training goes on from.
         policy.load_copy("teacher", folder)
+    for name in ctx.following_copies:
+        # A surrogate reward is what a denoiser of many steps has learnt beyond the teacher.
+        policy.ensure_copy(name, "teacher" if name in SURROGATE else "current")
     if ctx.recipe.policy.ema:
         policy.ensure_copy("ema")
     return policy, metadata

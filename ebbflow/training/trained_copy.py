@@ -1,9 +1,10 @@
-"""A policy copy that is trained beside the policy: the fake score of distribution matching."""
+"""A policy copy that is trained beside the policy: the fake score of distribution matching, and the
+surrogate reward of a few-step student.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, RowMetrics
 from ebbflow.models.base import predict
-from ebbflow.recipe.optimizer_config import OptimizerConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig
+from ebbflow.recipe.kinds import TrainedCopyConfig
 from ebbflow.training.batches import ForwardInputs, split_into_passes
 from ebbflow.training.distributed import sum_over_processes
 from ebbflow.training.gradients import TrainingError, compute_gradient_norm
@@ -41,25 +43,23 @@ class TrainedCopy:
     """The policy copy ``name`` and its optimiser.
 
     It steps on the policy's own parameters while they are the copy's, so it trains adapters and
-    sharded weights as well.
+    sharded weights as well. Its moving average, where it has one, is the copy ``NAME_old``.
     """
 
-    def __init__(self, policy: Policy, name: CopyName, config: OptimizerConfig) -> None:
+    def __init__(self, policy: Policy, name: CopyName, config: TrainedCopyConfig) -> None:
         self.policy = policy
         self.name = name
-        self.max_grad_norm = config.max_grad_norm
-        self.optimizer: AnyOptimizer = build_optimizer(policy, config)
+        self.average: EmaScheduleConfig | None = config.average
+        self.max_grad_norm: float = config.optimizer.max_grad_norm
+        self.optimizer: AnyOptimizer = build_optimizer(policy, config.optimizer)
 
-    def take_step(
-        self, batch: CopyBatch, passes: int, follow: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
+    def take_step(self, batch: CopyBatch, passes: int, count: int) -> dict[str, float]:
         """Take one optimiser step on the mean loss over the rows of all processes.
 
         Args:
             batch: this process's share of the rows.
             passes: forward-backward passes, the same number on every process.
-            follow: called after the step, while the policy's parameters are the copy's: to move
-                an average of it.
+            count: optimiser steps of the policy's algorithm with this one, from one.
 
         Raises:
             TrainingError: the loss or the gradient is not finite; the step was not taken.
@@ -67,6 +67,7 @@ class TrainedCopy:
         policy = self.policy
         slices = split_into_passes(batch.group_index, passes)
         device = batch.inputs.latents.device
+        # Processes may have different numbers of rows, and a row counts the same in each.
         total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=device)))
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         metric_sums: dict[str, Tensor] = {}
@@ -97,7 +98,10 @@ class TrainedCopy:
                 policy.parameters.values(), self.max_grad_norm, norm
             )
             self.optimizer.step()
-            follow()
+            if self.average:
+                # The parameters are the copy's now, so what follows them follows the copy.
+                policy.blend_copy(f"{self.name}_old", self.average.decay_after_step(count))
+        # Every process takes part in each sum, in the order of the names.
         means = {
             f"{self.name}/{name}": (sum_over_processes(values) / total).item()
             for name, values in metric_sums.items()

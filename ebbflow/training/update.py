@@ -162,7 +162,7 @@ class PolicyUpdater:
         set_learning_rate(
             copy.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates
         )
-        return copy.take_step(batch, passes)
+        return copy.take_step(batch, passes, self.progress.updates + 1)
 
     def start_rollout(self) -> None:
         """Remember the policy as it is, before the updates on the samples of a step: some losses

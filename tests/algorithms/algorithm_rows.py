@@ -181,8 +181,8 @@ def direct_align_rows(clean, noise, sigma, end_sigma, velocity, advantage, copie
 def matching_rows(noised_sigma, seed=20):
     """Random rows before a student's first step, with a velocity that is a leaf."""
     rows = len(noised_sigma)
-    latents, velocity, noised, teacher, fake = (
-        normal(rows, *SHAPE, seed=seed + index) for index in range(5)
+    latents, velocity, noised, teacher, fake, rewarded, base = (
+        normal(rows, *SHAPE, seed=seed + index) for index in range(7)
     )
     return MatchingRows(
         latents=latents,
@@ -192,4 +192,6 @@ def matching_rows(noised_sigma, seed=20):
         noised_sigma=noised_sigma,
         copies={"teacher": teacher, "fake": fake},
         advantage=torch.zeros_like(noised_sigma),
+        rewarded_clean=rewarded,
+        base_clean=base,
     )

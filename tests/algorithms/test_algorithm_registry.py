@@ -169,6 +169,7 @@ def part_of(rows, part):
         )
     if isinstance(rows, MatchingRows):
         names = ("latents", "sigma", "velocity", "noised", "noised_sigma", "advantage")
+        names = (*names, "rewarded_clean", "base_clean")
         return MatchingRows(copies=copies, **{name: getattr(rows, name)[part] for name in names})
     names = ("log_prob", "old_log_prob", "advantage")
     rest = {name: getattr(rows, name)[part] for name in names}

@@ -146,10 +146,11 @@ def test_every_teacher_is_a_copy(make_recipe):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_fake_score_takes_a_copy_and_the_optimiser_s_state_once_more(
-    make_recipe, base_folder, make_prompts, scorer, offload
+@pytest.mark.parametrize("name", ["dmd2", "tdm_r1"])
+def test_a_trained_copy_takes_a_copy_and_the_optimiser_s_state_once_more(
+    make_recipe, base_folder, make_prompts, scorer, name, offload
 ):
-    student = {"algorithm": {"name": "dmd2", "fake_updates": 1}, "sampler": {"steps": 2}}
+    student = {"algorithm": {"name": name, "fake_updates": 1}, "sampler": {"steps": 2}}
     recipe = make_recipe(
         student,
         policy={"train": "lora", "rank": 2},
@@ -158,19 +159,20 @@ def test_a_fake_score_takes_a_copy_and_the_optimiser_s_state_once_more(
     ctx = StageContext(recipe, 0, 0)
     model = load_model(base_folder)
     policy = Policy(model, recipe.policy, 0, cpu_offload=offload)
-    policy.ensure_copy("fake")
-    policy.ensure_copy("teacher")
+    for copy in ("teacher", *ctx.following_copies):
+        policy.ensure_copy(copy)
     updater = PolicyUpdater(policy, ctx.online_config)
     run_online_stage(
         ctx, open_local_workers(ctx, updater, scorer), make_prompts(8), MetricsRecorder()
     )
     memory = estimate_recipe(recipe).memory["1.1 online training"]
     held = sum(value.nbytes for copy in policy.copies.values() for value in copy.values())
-    optimizers = [updater.optimizer, updater.trained_copies["fake"].optimizer]
+    beside = [copy.optimizer for copy in updater.trained_copies.values()]
+    optimizers = [updater.optimizer, *beside]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     moments = sum(value.nbytes for state in states for value in state.values() if value.ndim)
     own = sum(parameter.nbytes for parameter in policy.parameters.values())
-    if offload:  # the policy's own values wait there while the fake score trains
+    if offload:  # the policy's own values wait there while a copy trains
         assert (memory.offloaded, memory.optimizer) == (held + own + moments, own)
     else:
         assert (memory.copies, memory.optimizer) == (held, moments + own)

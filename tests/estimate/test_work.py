@@ -66,6 +66,7 @@ ONLINE = [
     {"algorithm": {"name": "draft"}, "sampler": {"steps": 3}},
     {"algorithm": {"name": "srpo"}, "sampler": {"steps": 3}},
     {"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 3}},
+    {"algorithm": {"name": "tdm_r1", "fake_updates": 2}, "sampler": {"steps": 3}},
 ]
 
 
@@ -152,13 +153,19 @@ def test_a_guided_reference_is_two_evaluations_of_each_term(tiny_recipe, make_pr
     assert work.comparing > (1 + 2) * work.training
 
 
-def test_a_guided_teacher_is_two_evaluations_of_each_term(tiny_recipe, make_prompts, scorer):
-    stage = {
-        "kind": "online",
-        **MORE,
-        "steps": 1,
-        "algorithm": {"name": "tdm", "guidance": 4.5, "fake_updates": 2},
-    }
+@pytest.mark.parametrize(
+    ("algorithm", "training", "comparing"),
+    [
+        ({"name": "tdm", "guidance": 4.5}, 3, 2 + 2 + 1),
+        # The surrogate's pass; its average, and twice the teacher and the guided surrogate.
+        ({"name": "tdm_r1", "guidance": 4.5, "surrogate_guidance": 2.0}, 4, 2 + 2 + 1 + 5),
+    ],
+    ids=["tdm", "tdm_r1"],
+)
+def test_a_guided_teacher_is_two_evaluations_of_each_term(
+    tiny_recipe, make_prompts, scorer, algorithm, training, comparing
+):
+    stage = {"kind": "online", **MORE, "steps": 1, "algorithm": algorithm | {"fake_updates": 2}}
     recipe = tiny_recipe(
         "sd3", stages=[stage | {"sampler": {"steps": 2}}], policy={"train": "lora"}
     )
@@ -166,7 +173,7 @@ def test_a_guided_teacher_is_two_evaluations_of_each_term(tiny_recipe, make_prom
     ctx = StageContext(recipe, 0, 0)
     policy = Policy(model, recipe.policy, 0)
     counter = Counter(model.transformer)
-    for name in ("teacher", "fake"):
+    for name in ("teacher", *ctx.following_copies):
         policy.ensure_copy(name)
     run_online_stage(
         ctx,
@@ -176,8 +183,8 @@ def test_a_guided_teacher_is_two_evaluations_of_each_term(tiny_recipe, make_prom
     )
     work = estimate_recipe(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
-    assert (work.denoising, work.training) == (8 * 2, 8 * 3)
-    assert work.comparing - 8 * (2 + 2 + 1) == 2  # of the base model, at some rows of each update
+    assert (work.denoising, work.training) == (8 * 2, 8 * training)
+    assert work.comparing - 8 * comparing == 2  # of the base model, at some rows of each update
 
 
 def test_an_offline_stage_generates_trains_and_stores_as_much(tiny_recipe, make_prompts, tmp_path):

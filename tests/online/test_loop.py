@@ -170,6 +170,9 @@ ITS_OWN = {
     "srpo": {"srpo/reward", "srpo/margin", "srpo/active"},
     "dmd2": MATCHING,
     "tdm": MATCHING,
+    "tdm_r1": MATCHING
+    | {"matching/reward_gradient", "surrogate/loss", "surrogate/grad_norm"}
+    | {f"surrogate/{name}" for name in ("weight", "change", "distance", "clipped", "stopped")},
 }
 
 
@@ -415,7 +418,7 @@ def test_failed_samples_are_masked_and_too_many_stop_the_stage(run, make_prompts
         run(prompts=broken)
 
 
-WITHOUT_REWARDS = ["distillation", "dmd2", "tdm"]
+WITHOUT_REWARDS = ["distillation", "dmd2", "tdm", "tdm_r1"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_REWARDS])
@@ -432,7 +435,7 @@ def test_groups_that_say_nothing_train_nothing(run, turned, name):
 
 
 @pytest.mark.parametrize("name", WITHOUT_REWARDS)
-def test_distillation_learns_whatever_the_reward_says(run, turned, name):
+def test_a_teacher_is_learnt_from_whatever_the_reward_says(run, turned, name):
     policy, before, logged, record = run(judge=turned(0), algorithm=keys_of(name))
     assert changed(policy, before)
     assert record.optimizer_steps == 2

@@ -37,6 +37,9 @@ OPTIMIZER = {
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
 
 
+PREEMPTED_BY_NIGHT = ("dmd2-lora", "tdm-r1-lora")
+
+
 class Flat(Darkness):
     """As ``Darkness``, but all samples of two prompts in three score the same."""
 
@@ -119,6 +122,14 @@ CASES = {
     ),
     "dmd2-lora": (
         {"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}},
+        {"train": "lora", "rank": 2},
+    ),
+    "tdm-r1-lora": (
+        {
+            "algorithm": {"name": "tdm_r1", "surrogate_old": {"slope": 0.2, "max_decay": 0.5}},
+            "sampler": {"steps": 2},
+            "updates_per_step": 2,
+        },
         {"train": "lora", "rank": 2},
     ),
     "gardo-lora": (
@@ -211,7 +222,7 @@ def test_a_killed_stage_whose_updates_reuse_forward_passes_ends_with_the_same_by
 @pytest.mark.parametrize(
     ("online", "policy"),
     [
-        pytest.param(*case, id=name, marks=[pytest.mark.exhaustive] * (name == "dmd2-lora"))
+        pytest.param(*case, id=name, marks=[pytest.mark.exhaustive] * (name in PREEMPTED_BY_NIGHT))
         for name, case in CASES.items()
     ],
 )

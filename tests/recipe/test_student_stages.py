@@ -33,6 +33,10 @@ def test_a_student_takes_its_own_steps_and_no_log_probs():
             ),
         ),
         (
+            online("tdm_r1", algorithm={"name": "tdm_r1", "surrogate_sigma": {"kind": "schedule"}}),
+            "or leave algorithm.surrogate_sigma out",
+        ),
+        (
             online("dmd2", sampler={"name": "unipc"}),
             "'unipc' needs the step before; set sampler.name to cps or ode",
         ),
@@ -75,6 +79,11 @@ def test_a_student_s_stage_that_cannot_be_is_explained(stage, says):
             {},
             [online("dmd2", algorithm={"name": "dmd2", "guidance": 3})],
             "model.family = 'glyph' has not; leave it out",
+        ),
+        (
+            {},
+            [online("tdm_r1", algorithm={"name": "tdm_r1", "surrogate_guidance": 2})],
+            "a guidance of 2 needs classifier-free guidance, which model.family = 'glyph' has not",
         ),
         (
             {"model": {"precision": "float16"}},
