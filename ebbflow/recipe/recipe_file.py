@@ -30,8 +30,8 @@ def load_recipe(path: str | Path) -> Recipe:
     # ``os.path.isfile`` returns False for a name that no file can have; Path.is_file may raise.
     if not os.path.isfile(path):
         raise RecipeError(
-            f"no recipe at {path}; {_suggest_recipe(path)}the ones that come with Ebbflow are in"
-            f" {SHIPPED}/"
+            f"no recipe at {path}; {_suggest_recipe(path)}`ebbflow init FOLDER` writes one, and"
+            f" those that come with a clone of Ebbflow are in {SHIPPED}/"
         )
     # Before it is read: a file of weights, named by mistake, has gigabytes.
     if path.stat().st_size > MAX_BYTES:

@@ -457,7 +457,9 @@ def test_a_file_that_is_no_recipe(tmp_path, content, explanation):
 
 def test_missing_recipe_file_is_an_error_that_names_it(tmp_path):
     for path in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(RecipeError, match="no recipe at .*workflows/recipes/"):
+        with pytest.raises(
+            RecipeError, match="no recipe at .*ebbflow init FOLDER.*workflows/recipes/"
+        ):
             load_recipe(path)
 
 
