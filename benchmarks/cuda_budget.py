@@ -67,6 +67,8 @@ FREE = {
     "view_as_complex", "view_as_real", "_reshape_alias", "_unsafe_view",
 }  # fmt: skip
 """Operations that start no kernel."""
+UNPADDED = "torch_attn::_varlen_attn"
+"""Flash attention of sequences of different lengths (``torch.nn.attention.varlen``)."""
 
 
 @dataclass
@@ -121,10 +123,16 @@ class _Roofline(TorchDispatchMode):
         flops = 0
         if func.overloadpacket in flop_registry:
             flops = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        if name == UNPADDED:
+            # Lengths are unknown on meta, and the formula takes the longest for each sequence. Of
+            # the two of a row one is then the whole row, and the other one, its padding, is empty.
+            flops //= 2
+            self.counts.kernels["zeros"] += 1  # an empty state of the dropout
         rate = CONSTANTS["float32" if tensors[0].dtype == torch.float32 else "bf16"]
-        if "attention" in name:
-            rate = CONSTANTS["attention" if "flash" in name else "masked attention"]
-            self.counts.masked += "flash" not in name
+        if "attention" in name or name == UNPADDED:
+            is_flash = "flash" in name or name == UNPADDED
+            rate = CONSTANTS["attention" if is_flash else "masked attention"]
+            self.counts.masked += not is_flash
         moved = sum(
             min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
             for tensor in tensors
@@ -348,7 +356,8 @@ gradient. The time is a roofline's on an H100 SXM: for each kernel the longest o
 with a mask), its bytes (85 % of 3.35 TB/s) and 2 microseconds. Nothing here was measured on a GPU.
 
 Without adapters a network runs under autocast; under a LoRA in bfloat16 it does not, its RMS norms
-are one kernel each, and the rotary embedding of FLUX.1 is a complex product.
+are one kernel each, the rotary embedding of FLUX.1 is a complex product, and Qwen-Image attends to
+prompts of different lengths without a mask.
 """
 COLUMNS = (
     "model", "rows in the network", "forward pass", "kernels", "casts", "attentions with a mask",

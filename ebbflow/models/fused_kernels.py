@@ -1,5 +1,5 @@
-"""Parts of diffusers' networks in fewer kernels: norms in one each, and the rotary embedding of
-FLUX as one complex product.
+"""Parts of diffusers' networks in fewer or faster kernels: norms in one each, the rotary embedding
+of FLUX as one complex product, and flash attention for the padded prompts of Qwen-Image.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from diffusers.models.transformers.transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0,
+    apply_rotary_emb_qwen,
+)
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class FusedRMSNorm(RMSNorm):  # type: ignore[misc]
@@ -41,13 +47,18 @@ class ComplexRotaryAttention(FluxAttnProcessor):  # type: ignore[misc]
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
-        query, key, value = _project(hidden_states, attn, "to_q", "to_k", "to_v")
+        query, key, value = _project(hidden_states, attn, attn.head_dim, "to_q", "to_k", "to_v")
         query, key = attn.norm_q(query), attn.norm_k(key)
         text_tokens = 0
         if encoder_hidden_states is not None:
             text_tokens = encoder_hidden_states.shape[1]
             text_query, text_key, text_value = _project(
-                encoder_hidden_states, attn, "add_q_proj", "add_k_proj", "add_v_proj"
+                encoder_hidden_states,
+                attn,
+                attn.head_dim,
+                "add_q_proj",
+                "add_k_proj",
+                "add_v_proj",
             )
             # Text stands before the image: [N, text + image tokens, heads, D].
             query = torch.cat([attn.norm_added_q(text_query), query], dim=1)
@@ -74,9 +85,127 @@ class ComplexRotaryAttention(FluxAttnProcessor):  # type: ignore[misc]
         return dropout(projection(image.contiguous())), attn.to_add_out(text.contiguous())
 
 
-def _project(tokens: Tensor, attn: Any, *names: str) -> tuple[Tensor, ...]:
+def _project(tokens: Tensor, attn: Any, head_dim: int, *names: str) -> tuple[Tensor, ...]:
     """Apply the named layers to tokens [N, L, width]: [N, L, heads, D] each."""
-    return tuple(getattr(attn, name)(tokens).unflatten(-1, (-1, attn.head_dim)) for name in names)
+    return tuple(getattr(attn, name)(tokens).unflatten(-1, (-1, head_dim)) for name in names)
+
+
+class UnpaddedAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
+    """The attention of Qwen-Image as torch's flash attention of sequences of different lengths.
+
+    diffusers passes a mask of the padding of prompts, which flash attention does not take. A row's
+    result depends on no other row, as with the mask, and no length comes to the CPU.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Any:
+        mask = encoder_hidden_states_mask
+        is_supported = (
+            # CPUs have no such kernel; on meta tensors, kernels and memory are counted.
+            hidden_states.device.type in ("cuda", "meta")
+            and hidden_states.dtype in (torch.bfloat16, torch.float16)
+            # A recipe's ``model.attention`` and ranks that share tokens have their own.
+            and self._attention_backend is None
+            and self._parallel_config is None
+            and not torch.compiler.is_compiling()
+        )
+        if not is_supported or mask is None or image_rotary_emb is None:
+            return super().__call__(
+                attn, hidden_states, encoder_hidden_states, mask, attention_mask, image_rotary_emb
+            )
+        head_dim = attn.inner_dim // attn.heads
+        query, key, value = _project(hidden_states, attn, head_dim, "to_q", "to_k", "to_v")
+        text_query, text_key, text_value = _project(
+            encoder_hidden_states, attn, head_dim, "add_q_proj", "add_k_proj", "add_v_proj"
+        )
+        angles, text_angles = image_rotary_emb
+        # The image before its text, so that padding comes last: [N, image + text, heads, D].
+        query = torch.cat(
+            [
+                _rotate(attn.norm_q(query), angles),
+                _rotate(attn.norm_added_q(text_query), text_angles),
+            ],
+            1,
+        )
+        key = torch.cat(
+            [_rotate(attn.norm_k(key), angles), _rotate(attn.norm_added_k(text_key), text_angles)],
+            1,
+        )
+        value = torch.cat([value, text_value], 1)
+        image_tokens = hidden_states.shape[1]
+        mixed = attend_without_padding(query, key, value, mask).flatten(2)
+        image, text = mixed[:, :image_tokens], mixed[:, image_tokens:]
+        projection, dropout = attn.to_out
+        return dropout(projection(image.contiguous())), attn.to_add_out(text.contiguous())
+
+
+def attend_without_padding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Return the attention [N, tokens, heads, D] of rows that end with a padded prompt, in 16 bits
+    on CUDA: that of each row without its padding, whose own results mean nothing.
+
+    Args:
+        query, key, value: [N, tokens, heads, D], the last L of the tokens a prompt.
+        mask: bool [N, L], True for the tokens of the prompt, which come before its padding.
+    """
+    rows, tokens = query.shape[:2]
+    bounds = find_sequences(mask, tokens - mask.shape[1])
+    mixed: Tensor = varlen_attn(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        bounds,
+        bounds,
+        tokens,
+        tokens,
+        # All keys in one go: parts would be added in an order that depends on other rows.
+        num_splits=1,
+    )
+    return mixed.unflatten(0, (rows, tokens))
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    rotated: Tensor = apply_rotary_emb_qwen(x, angles, use_real=False)
+    return rotated
+
+
+_bounds_of_masks: Any = WeakTensorKeyDictionary()
+
+
+def find_sequences(mask: Tensor, image_tokens: int) -> Tensor:
+    """Find the sequences of a pass whose rows are an image, a prompt and its padding: of each row
+    two, image and prompt, and the padding, which attends to itself and is seen by nobody.
+
+    All blocks of a pass have the same mask, so its sequences are found once.
+
+    Example:
+        Four tokens of an image; prompts of 3 and 1 tokens, padded to 3. The second sequence of the
+        first row is empty::
+
+            find_sequences(torch.tensor([[1, 1, 1], [1, 0, 0]]).bool(), 4)  # [0, 7, 7, 12, 14]
+
+    Args:
+        mask: bool [N, L], True for the tokens of a prompt, which come first.
+
+    Returns:
+        int32 [2 N + 1]: where each sequence begins in the N (image_tokens + L) tokens, and the end.
+    """
+    bounds: Tensor | None = _bounds_of_masks.get(mask)
+    if bounds is None:
+        rows, text_tokens = mask.shape
+        tokens = image_tokens + text_tokens
+        starts = torch.arange(rows, device=mask.device) * tokens
+        paddings = starts + image_tokens + mask.sum(1)
+        pairs = torch.stack([starts, paddings], 1).flatten()
+        bounds = nn.functional.pad(pairs, (0, 1), value=rows * tokens).int()
+        _bounds_of_masks[mask] = bounds
+    return bounds
 
 
 def rotate_pairs(x: Tensor, rotation: Tensor) -> Tensor:
@@ -92,7 +221,7 @@ def rotate_pairs(x: Tensor, rotation: Tensor) -> Tensor:
 
 def fuse_kernels(network: nn.Module) -> None:
     """Have the parts of a network compute in fewer kernels: RMS norms where they compute in the
-    precision of their weights, and the attention of FLUX.1.
+    precision of their weights, and the attention of FLUX.1 and of Qwen-Image.
     """
     for module in network.modules():
         # Classes alone change: weights, names and what a processor was set to stay.
@@ -101,3 +230,5 @@ def fuse_kernels(network: nn.Module) -> None:
         processor = getattr(module, "processor", None)
         if type(processor) is FluxAttnProcessor and not module.fused_projections:
             processor.__class__ = ComplexRotaryAttention
+        if type(processor) is QwenDoubleStreamAttnProcessor2_0:
+            processor.__class__ = UnpaddedAttention

@@ -136,7 +136,7 @@ def measure_lines(name: str, folder: Path) -> dict[str, Line]:
     return {line["claim"]: Line(**line) for line in lines}
 
 
-@pytest.mark.parametrize("name", ["device", "flux", "engine"])
+@pytest.mark.parametrize("name", ["device", "attention", "flux", "engine"])
 def test_what_a_cpu_cannot_show_is_not_measured(name, tmp_path, monkeypatch):
     monkeypatch.delenv("EBBFLOW_VLLM_OMNI_PYTHON", raising=False)
     lines = measure_lines(name, tmp_path)

@@ -50,6 +50,17 @@ PARTS = (
         " where only the compiled lines fail",
     ),
     Part(
+        "attention",
+        "attention",
+        1,
+        (
+            "prompts of different lengths without a mask: attention is that under the mask",
+            "prompts of different lengths without a mask: gradients are those under the mask",
+            "prompts of different lengths without a mask: a row has the same bytes alone",
+        ),
+        "set model.attention: native in recipes of Qwen-Image, which keeps the mask",
+    ),
+    Part(
         "updates",
         "updates",
         3,
