@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -345,6 +346,13 @@ def measure_case(case: Case) -> dict[str, Counts]:
     with count_kernels() as counts:
         predict(adapter, latents, sigma, conditioning)
     results["predict(), LoRA"] = counts
+    # What merging would save: in bfloat16 adapters are never merged (docs/bitwise.md).
+    for layer in network.modules():
+        if isinstance(layer, LoraLayer):
+            layer.merged_adapters.append("default")
+    with count_kernels() as counts:
+        predict(adapter, latents, sigma, conditioning)
+    results["predict(), LoRA if merged"] = counts
     return results
 
 

@@ -116,7 +116,12 @@ class UnpaddedAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
             and self._parallel_config is None
             and not torch.compiler.is_compiling()
         )
-        if not is_supported or mask is None or image_rotary_emb is None:
+        if (
+            not is_supported
+            or encoder_hidden_states is None
+            or mask is None
+            or image_rotary_emb is None
+        ):
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, mask, attention_mask, image_rotary_emb
             )
@@ -156,7 +161,7 @@ def attend_without_padding(query: Tensor, key: Tensor, value: Tensor, mask: Tens
     """
     rows, tokens = query.shape[:2]
     bounds = find_sequences(mask, tokens - mask.shape[1])
-    mixed: Tensor = varlen_attn(
+    mixed: Any = varlen_attn(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
@@ -167,7 +172,8 @@ def attend_without_padding(query: Tensor, key: Tensor, value: Tensor, mask: Tens
         # All keys in one go: parts would be added in an order that depends on other rows.
         num_splits=1,
     )
-    return mixed.unflatten(0, (rows, tokens))
+    unpacked: Tensor = mixed.unflatten(0, (rows, tokens))
+    return unpacked
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:

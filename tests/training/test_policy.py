@@ -163,6 +163,24 @@ def test_adapters_are_not_merged_into_weights_that_are_rounded(model, predict):
     assert same(values(policy), before)
 
 
+@pytest.mark.parametrize(
+    ("size", "kept", "error"),
+    [(1e-4, (0.0, 0.1), 0.9), (1e-3, (0.4, 0.6), 0.7), (1e-2, (0.9, 1.1), 0.1)],
+)
+def test_a_sum_that_is_rounded_to_bfloat16_loses_an_adapter_or_is_off(size, kept, error):
+    """Of an adapter with the norm ``size`` of its weight's, ``kept`` is the share that the rounded
+    sum has along it, and ``error`` a part of its norm by which the sum is off at least.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.02 * torch.randn(512, 512, generator=generator)).bfloat16().float()
+    adapter = torch.randn(512, 16, generator=generator) @ torch.randn(16, 512, generator=generator)
+    adapter *= size * weight.norm() / adapter.norm()
+    difference = (weight + adapter).bfloat16().float() - weight
+    share = (difference * adapter).sum() / adapter.square().sum()
+    assert kept[0] < share < kept[1]
+    assert (difference - adapter).norm() > error * adapter.norm()
+
+
 @BOTH
 def test_using_puts_everything_back_after_an_exception(model, predict, config):
     policy = Policy(model, config, 0)
