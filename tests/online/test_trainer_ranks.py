@@ -96,6 +96,11 @@ CASES = {
         "algorithm": {"name": "tdm", "fake_updates": 2},
         "sampler": {"name": "ode", "steps": 3},
     },
+    "rewarded student": {
+        "algorithm": {"name": "tdm_r1", "reward_weight": 5.0},
+        "sampler": {"name": "ode", "steps": 3},
+        "policy": LORA,
+    },
     "one term": {"algorithm": {"name": "mix_grpo"}, **SHIFTED, "updates_per_step": 1},
     "nothing": {"algorithm": {"name": "mix_grpo"}, **SHIFTED},
 }

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ebbflow.algorithms.base import SURROGATE
-from ebbflow.algorithms.built_in.tdm_r1 import compute_surrogate_loss
+from ebbflow.algorithms.base import SURROGATE, SurrogateRows
+from ebbflow.algorithms.built_in.tdm_r1 import TDMR1Config, compute_surrogate_loss
+from ebbflow.flow.latents import NamedLatents
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
@@ -15,6 +16,8 @@ from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify_folder
+from ebbflow.training.batches import ForwardInputs
+from ebbflow.training.latent_losses import list_latent_shares
 from ebbflow.training.matching import (
     StudentSteps,
     build_matching_batch,
@@ -24,7 +27,11 @@ from ebbflow.training.matching import (
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import load_policy
 from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
-from ebbflow.training.surrogate import add_surrogate_reward, build_surrogate_batch
+from ebbflow.training.surrogate import (
+    SurrogateBatch,
+    add_surrogate_reward,
+    build_surrogate_batch,
+)
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import move, moved
 from tests.training.training_cases import FULL, GROUPS, LORA, TEXTS, farthest, stage_of
@@ -169,6 +176,42 @@ def test_the_optimiser_of_the_surrogate_has_its_own_rate_and_betas(base_folder):
     assert groups["fake"]["lr"] == pytest.approx(4e-3)
     assert groups["surrogate"]["betas"] == (0.9, 0.999)
     assert groups["surrogate"]["lr"] == pytest.approx(3e-3)
+
+
+def test_samples_of_several_latents_have_the_loss_of_each():
+    shares = list_latent_shares(
+        NamedLatents({"video": (2, 3), "sound": (1, 2)}), {"video": 1.0, "sound": 3.0}
+    )
+    generator = torch.Generator().manual_seed(0)
+    velocity, target, teacher, old = (torch.randn(6, 8, generator=generator) for _ in range(4))
+    advantage = torch.randn(6, 2, generator=generator)  # of each latent
+    config = TDMR1Config()
+    batch = SurrogateBatch(
+        inputs=ForwardInputs(target, torch.full((6,), 0.5), None, torch.arange(6)),
+        target=target,
+        teacher=teacher,
+        old=old,
+        step_share=torch.ones(6),
+        advantage=advantage,
+        group_index=torch.from_numpy(GROUPS),
+        advantage_clip=5.0,
+        loss=lambda rows: compute_surrogate_loss(rows, config),
+        latents=shares,
+        keys=KEYS,
+    )
+    part = slice(0, 5)
+    loss, metrics = batch.compute_loss(part, velocity[part])
+    expected = []
+    for number, elements in enumerate((slice(0, 6), slice(6, 8))):
+        rows = SurrogateRows(
+            *(values[part, elements] for values in (velocity, target, teacher, old)),
+            step_share=torch.ones(5),
+            advantage=advantage[part, number],
+            group_index=torch.from_numpy(GROUPS)[part],
+        )
+        expected.append(compute_surrogate_loss(rows, config)[0])
+    torch.testing.assert_close(loss, 0.25 * expected[0] + 0.75 * expected[1])
+    assert metrics["loss/sound"].tolist() == expected[1].tolist()
 
 
 def test_the_student_is_told_what_surrogate_and_teacher_make_of_its_samples(base_folder):
