@@ -41,7 +41,6 @@ from ebbflow.labeling.results import write_results
 from ebbflow.labeling.session import Settings, open_session
 from ebbflow.labeling.sources import load_queue
 from ebbflow.labeling.stand_in import answer_as_stand_in
-from ebbflow.models import Model
 from ebbflow.models.glyph_training.pictures import write_pictures
 from ebbflow.offline.anchor import open_anchor
 from ebbflow.offline.data import encode_data, import_data
@@ -60,7 +59,7 @@ from ebbflow.reward_training.turn import choose_turn_seed
 from ebbflow.rewards.combine import load_reward, load_scorer
 from ebbflow.stage import AnchorFiles, MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.disk import write_text
-from ebbflow.training.policy_io import open_model, open_policy, save_policy
+from ebbflow.training.policy_io import load_policy, open_model, save_policy
 from ebbflow.training.update import PolicyUpdater
 
 RUNS = WORK / "flywheel"
@@ -176,7 +175,7 @@ def run_seed(seed: int, folder: Path) -> None:
     recipe = build_recipe(seed, [OCR], folder)
     torch.set_num_threads(recipe.threads)
     base, untrained, table = prepare_inputs(recipe)
-    bench = Bench(seed, folder, base, open_model(recipe, base), table)
+    bench = Bench(seed, folder, base, table)
     base_scores = bench.measure(untrained, {})
     start = folder / "fine-tuned"
     if not start.exists():
@@ -214,13 +213,16 @@ def run_seed(seed: int, folder: Path) -> None:
 
 
 class Bench:
-    """The model, the prompts and the folder of a seed."""
+    """The base model, the prompts and the folder of a seed.
 
-    def __init__(self, seed: int, folder: Path, base: Path, model: Model, table: Path) -> None:
+    Every policy has a model of its own, as in the tasks of a run: the reference of a policy is what
+    its model was before, and must be the base model.
+    """
+
+    def __init__(self, seed: int, folder: Path, base: Path, table: Path) -> None:
         self.seed = seed
         self.folder = folder
         self.base = base
-        self.model = model
         self.table = table
         self.prompts = read_prompts(table, "train")
         self.held_out = read_prompts(table, "held_out")
@@ -243,7 +245,8 @@ class Bench:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # strings that are held-out prompts are left out
             imported = import_data(ctx, config, pictures, self.base, self.table, self.folder)
-        shards = encode_data(ctx, config, self.model, pictures, imported.encoding, latents)
+        model = open_model(ctx.recipe, self.base)
+        shards = encode_data(ctx, config, model, pictures, imported.encoding, latents)
         return AnchorFiles(imported.prompts, imported.advantages, shards)
 
     def fine_tune(self, start: Path, policy_folder: Path) -> None:
@@ -260,14 +263,14 @@ class Bench:
         """Held-out means of the true score and of the reward that is trained on."""
         recipe = self.build_recipe(OCR)
         # With the recipe of the true score: the reward that is trained on is only looked at.
-        policy, _ = open_policy(StageContext(recipe, 0, TRAINING), self.model, policy_folder)
+        policy, _ = load_policy(StageContext(recipe, 0, TRAINING), self.base, policy_folder)
         rewards = [configure_reward("ocr")]
         if reward:
             keys = {key: value for key, value in reward.items() if key != "name"}
             rewards.append(configure_reward(reward["name"], label="trained", **keys))
         samples = self.folder / "samples.parquet"
         evaluation = evaluate_on_prompts(
-            recipe, self.model, policy, 0, load_scorer(rewards, ()), self.held_out, "x", samples
+            recipe, policy.model, policy, 0, load_scorer(rewards, ()), self.held_out, "x", samples
         )
         scores = {"true": evaluation.held_out["ocr"]}
         if reward:
@@ -277,7 +280,7 @@ class Bench:
     def label(self, policy_folder: Path, turn: int, reward_model: Path | None) -> None:
         """Answer pairs of a policy's pictures as a stand-in."""
         recipe = self.build_recipe(OCR)
-        policy, _ = open_policy(StageContext(recipe, 0, TRAINING), self.model, policy_folder)
+        policy, _ = load_policy(StageContext(recipe, 0, TRAINING), self.base, policy_folder)
         queue = self.folder / f"queue-{turn}.parquet"
         scorer = (
             load_reward(configure_reward("model", uri=str(reward_model))) if reward_model else None
@@ -286,7 +289,7 @@ class Bench:
         # Other prompts in each turn, as people would not label the same ones again.
         order = np.random.default_rng(seed).permutation(len(self.prompts))[:PAIRS]
         prompts: list[Prompt] = [self.prompts[index] for index in order]
-        generate_queue(recipe, self.model, policy, prompts, scorer, PAIRS, seed, queue)
+        generate_queue(recipe, policy.model, policy, prompts, scorer, PAIRS, seed, queue)
         task = load_queue(queue, PAIRS)
         folder = self.folder / "labels" / f"turn-{turn}"
         with open_session(task, folder, Settings(seed=seed)) as session:
@@ -310,7 +313,7 @@ class Bench:
             return
         recipe = build_recipe(seed, [reward], self.folder, turns * STEPS)
         ctx = StageContext(recipe, 0, TRAINING)
-        policy, metadata = open_policy(ctx, self.model, start)
+        policy, metadata = load_policy(ctx, self.base, start)
         updater = PolicyUpdater(policy, ctx.config, metadata)
         updater.anchor = open_anchor(ctx, policy.model, self.data)
         workers = open_local_workers(ctx, updater, load_scorer(recipe.rewards, ()))
