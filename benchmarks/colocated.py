@@ -1,9 +1,10 @@
-"""Images per second of a colocated online stage with two processes against one, each with one
-thread on a core of its own: ``python -m benchmarks.colocated [--turns N] [--write]``.
+"""Images per second of an online stage on two cores, a thread on each: colocated, and with roles of
+their own on Ray, against one process: ``python -m benchmarks.colocated [--turns N] [--write]``.
 
-A turn runs the same stage in one process, then in two; the next turn begins with the two. The ratio
-is the median over the turns, which other work on the machine disturbs alike. It takes some minutes,
-and needs two cores.
+A turn runs the same stage in every way, the next turn in the reverse order. Ratios are medians over
+the turns, which other work on the machine disturbs alike. What two cores share (memory, cache,
+clock) is in the row of two stages side by side, which know nothing of each other: no group of two
+processes is faster. It takes some minutes, and needs two cores that have nothing else to do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -24,10 +26,10 @@ from tqdm import tqdm
 
 from benchmarks.machine import describe_machine
 from benchmarks.online_modes import FileRecorder
-from ebbflow.data.prompts import write_prompts
+from ebbflow.data.prompts import read_prompts, write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.models.prepare import train_base_folder
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online.loop import run_online_stage, train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.stage import StageContext, StageFolders
@@ -37,13 +39,11 @@ from ebbflow.training.policy_metadata import write_base_policy
 
 RESULTS = Path(__file__).parent / "results" / "colocated.md"
 WANTED = 1.8
-PROCESSES = (1, 2)
-STEPS = 6
-WARM_UP = 2
+STEPS = 8
+WARM_UP = 3
 """Steps of a stage, and those at its beginning that are left out."""
 STAGE = {
     "kind": "online",
-    "placement": "colocated",
     "steps": STEPS,
     "prompts_per_step": 8,
     "group_size": 8,
@@ -56,6 +56,31 @@ STAGE = {
 }
 """Eight groups in four requests: both processes have as many of either."""
 IMAGES_PER_STEP = 8 * 8
+ALONE = "one process"
+SIDE_BY_SIDE = "two stages side by side"
+COLOCATED = "colocated, two processes"
+WAYS = {
+    ALONE: "a stage in one process, on one core",
+    SIDE_BY_SIDE: "two such stages at the same time: what the two cores can do",
+    COLOCATED: "a group of two processes",
+    "ray, sync": "training on one core, rollouts and rewards on the other",
+    "ray, one_step_off": "the same, where the rollouts of a step run beside the training before it",
+}
+TASKS = ("rollout", "scoring", "training")
+
+
+class Measurement(NamedTuple):
+    """What stages that ran at the same time took.
+
+    Attributes:
+        rate: images per second, of all of them.
+        seconds: of a step that a worker is busy, by task, a mean over the workers.
+        step: seconds of a step.
+    """
+
+    rate: float
+    seconds: dict[str, float]
+    step: float
 
 
 def main() -> None:
@@ -67,27 +92,30 @@ def main() -> None:
         "--write", action="store_true", help="keep the page in benchmarks/results/colocated.md"
     )
     arguments = parser.parse_args()
-    turns = []
+    turns: list[dict[str, Measurement]] = []
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         prepare_inputs(Path(folder))
         for turn in tqdm(range(arguments.turns), unit="turn"):
-            order = PROCESSES if turn % 2 == 0 else PROCESSES[::-1]
-            seconds = {world: run_group(Path(folder), world) for world in order}
-            turns.append(seconds)
-            tqdm.write(f"{seconds[1] / seconds[2]:.2f}")
-    page = format_page(turns, shlex.join(["python", "-m", "benchmarks.colocated", *sys.argv[1:]]))
+            order = list(WAYS) if turn % 2 == 0 else list(WAYS)[::-1]
+            turns.append({way: run_stages(Path(folder), way) for way in order})
+            tqdm.write(f"{turns[-1][COLOCATED].rate / turns[-1][ALONE].rate:.2f}")
+    page = format_page(
+        turns, load, shlex.join(["python", "-m", "benchmarks.colocated", *sys.argv[1:]])
+    )
     print(page)
     if arguments.write:
         RESULTS.write_text(page)
 
 
-def build_recipe() -> Recipe:
+def build_recipe(**keys: Any) -> Recipe:
+    """Return the recipe of the stage, with other keys in it."""
     return Recipe.model_validate(
         {
             "model": {"training": {"steps": 30, "batch": 16}},
             "rewards": [{"name": "similarity"}],
             "guardrails": [],
-            "stages": [STAGE],
+            "stages": [STAGE | keys],
         }
     )
 
@@ -113,32 +141,73 @@ def prepare_inputs(folder: Path) -> None:
     write_prompts(pa.Table.from_pylist(rows, PROMPTS), folder / "prompts.parquet")
 
 
-def run_group(folder: Path, world: int) -> float:
-    """Run the stage in a group of processes; return the median seconds of a step."""
+def run_stages(folder: Path, way: str) -> Measurement:
+    """Run the stage in one of the ways, in processes that end with it."""
+    if way.startswith("ray"):
+        torch.multiprocessing.start_processes(
+            _run_on_ray, (folder, way.split(", ")[1]), nprocs=1, start_method="spawn"
+        )
+        return measure_timelines([folder / "timeline-0.json"])
+    num_processes = 1 if way == ALONE else 2
+    world = num_processes if way == COLOCATED else 1
+    torch.multiprocessing.start_processes(
+        _run_rank,
+        (folder, world, [_find_free_port() for _ in range(num_processes)]),
+        nprocs=num_processes,
+        start_method="spawn",
+    )
+    return measure_timelines(
+        [folder / f"timeline-{number}.json" for number in range(num_processes // world)]
+    )
+
+
+def _find_free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(
-        _run_rank, (folder, world, port), nprocs=world, start_method="spawn"
-    )
-    timeline = json.loads((folder / "timeline.json").read_text())
-    return median(step["end"] - step["start"] for step in timeline["steps"][WARM_UP:])
+        port: int = free.getsockname()[1]
+    return port
 
 
-def _run_rank(rank: int, folder: Path, world: int, port: int) -> None:
+def measure_timelines(timelines: list[Path]) -> Measurement:
+    """Measure stages that ran at the same time, by the median of their steps."""
+    steps = []
+    seconds: dict[str, list[float]] = {task: [] for task in TASKS}
+    for path in timelines:
+        timeline = json.loads(path.read_text())
+        # Steps that wait for imports or for workers that still load are left out.
+        measured = timeline["steps"][WARM_UP:]
+        steps.append(median(step["end"] - step["start"] for step in measured))
+        for task in TASKS:
+            spans = [span for span in timeline["spans"] if span["task"] == task]
+            # Ranks write one timeline together, in which each of them is a worker.
+            num_workers = len({span["worker"] for span in spans})
+            by_step = [
+                sum(span["end"] - span["start"] for span in spans if span["step"] == step["step"])
+                for step in measured
+            ]
+            seconds[task].append(median(by_step) / max(num_workers, 1))
+    rate = sum(IMAGES_PER_STEP / step for step in steps)
+    return Measurement(rate, {task: fmean(each) for task, each in seconds.items()}, fmean(steps))
+
+
+def _run_rank(number: int, folder: Path, world: int, ports: list[int]) -> None:
+    """Run the stage as rank ``number`` of a group of two, or as a group of one."""
+    # Stages side by side are two groups of one, each of which meets at a port of its own.
+    rank = number if world > 1 else 0
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(ports[0] if world > 1 else ports[number]),
     }
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    # Pinned: the system would move processes between the cores.
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
     torch.set_num_threads(1)
     recorder = FileRecorder()
     with join_process_group(), tempfile.TemporaryDirectory() as trained:
         train_online_folder(
-            StageContext(build_recipe(), 0, 0),
+            StageContext(build_recipe(placement="colocated"), 0, 0),
             StageFolders(
                 folder / "base",
                 folder / "start",
@@ -149,28 +218,72 @@ def _run_rank(rank: int, folder: Path, world: int, port: int) -> None:
             replicas=world,
         )
     if rank == 0:
-        (folder / "timeline.json").write_bytes(recorder.files["timeline.json"])
+        (folder / f"timeline-{number}.json").write_bytes(recorder.files["timeline.json"])
 
 
-def format_page(turns: list[dict[int, float]], command: str) -> str:
-    """Format the page, given the seconds of a step by the number of processes, in each turn."""
+def _run_on_ray(_: int, folder: Path, mode: str) -> None:
+    # Imported here, because the other ways need no Ray.
+    from ebbflow.online.ray_actor import ActorFolders
+    from ebbflow.online.ray_workers import RayWorkers
+
+    # As in benchmarks.online_modes: rollouts and rewards take turns on the second core.
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    half = {"count": 1, "cpus": 0.5, "cores": [second]}
+    resources = {"training": {"cpus": 1, "cores": [first]}, "rollout": half, "reward": half}
+    ctx = StageContext(build_recipe(placement="ray", mode=mode, resources=resources), 0, 0)
+    recorder = FileRecorder()
+    workers = RayWorkers(ctx, ActorFolders.from_paths(folder / "base", folder / "start"))
+    try:
+        prompts = read_prompts(folder / "prompts.parquet", "train")
+        run_online_stage(ctx, workers, prompts, recorder)
+    finally:
+        workers.close()
+    (folder / "timeline-0.json").write_bytes(recorder.files["timeline.json"])
+
+
+def format_page(turns: list[dict[str, Measurement]], load: float, command: str) -> str:
+    """Format the page, given the measurement of every way in each turn."""
     machine = describe_machine()
-    ratios = [seconds[1] / seconds[2] for seconds in turns]
     lines = [
-        "# Two processes against one",
+        "# Two cores against one",
         "",
-        f"Written by `{command}` on {machine['cpu']}, {machine['cores']} cores: a colocated stage"
-        f" of Flow-GRPO on the glyph task, all steps trained, {IMAGES_PER_STEP} images a step. Each"
-        " process has one thread on a core of its own.",
+        f"Written by `{command}` on {machine['cpu']}, {machine['cores']} cores, which had a load of"
+        f" {load:.1f} before: an online stage of Flow-GRPO on the glyph task, all steps trained,"
+        f" {IMAGES_PER_STEP} images a step. Each process has one thread on a core of its own."
+        f" Ratios are medians of {len(turns)} turns, with the least and the most.",
         "",
-        "| turn | images/s, one process | images/s, two processes | ratio |",
+        "| | images/s | of one process | of two side by side |",
         "|---|---|---|---|",
     ]
-    for number, seconds in enumerate(turns, 1):
-        rates = " | ".join(f"{IMAGES_PER_STEP / seconds[world]:.1f}" for world in PROCESSES)
-        lines.append(f"| {number} | {rates} | {seconds[1] / seconds[2]:.2f} |")
-    lines.append(f"| median | | | {median(ratios):.2f} (wanted ≥ {WANTED}) |")
+    for way, description in WAYS.items():
+        rate = median(turn[way].rate for turn in turns)
+        ratios = [
+            _format_ratios([turn[way].rate / turn[other].rate for turn in turns])
+            for other in (ALONE, SIDE_BY_SIDE)
+        ]
+        lines.append(f"| {way}: {description} | {rate:.1f} | {' | '.join(ratios)} |")
+    lines += [
+        "",
+        f"Wanted: {COLOCATED} ≥ {WANTED} × one process.",
+        "",
+        "Milliseconds of a step. Those of a task are a mean over the workers that have it; on Ray"
+        " they overlap or take turns on two cores.",
+        "",
+        f"| | step | {' | '.join(TASKS)} | rest |",
+        "|---|" + "---|" * (len(TASKS) + 2),
+    ]
+    for way in WAYS:
+        step = median(turn[way].step for turn in turns)
+        tasks = [median(turn[way].seconds[task] for turn in turns) for task in TASKS]
+        # What is no task: gathering, waiting for the other rank, advantages, metrics.
+        rest = "" if way.startswith("ray") else f"{1000 * (step - sum(tasks)):.0f}"
+        cells = " | ".join(f"{1000 * seconds:.0f}" for seconds in [step, *tasks])
+        lines.append(f"| {way} | {cells} | {rest} |")
     return "\n".join(lines) + "\n"
+
+
+def _format_ratios(ratios: list[float]) -> str:
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 if __name__ == "__main__":
