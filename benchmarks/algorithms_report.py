@@ -81,6 +81,7 @@ def _group_by_name(runs: Runs) -> dict[str, Runs]:
 def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[str]:
     runs = [run for group in groups.values() for each in group.values() for run in each]
     base_scores = runs[0]["before"]
+    best = _find_best_policy_gradient(machine, groups)
     lines = [
         "# Algorithms at equal time",
         "",
@@ -94,7 +95,9 @@ def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) ->
             " unless a table names another, `tesseract` and `similarity` are never trained on."
             " Entries: [algorithms.yaml](../algorithms.yaml). Rows with ° were evaluated every"
             " 8 CPU-seconds instead of 4, and about 4 CPU-seconds of theirs went to choosing"
-            f" the prompts of 100,000 steps.{_name_other_machines(machine, runs)}"
+            f" the prompts of 100,000 steps.{_name_other_machines(machine, runs)} The column ÷ best"
+            " has the CPU-seconds to the goal as a share of those of the policy gradient that needs"
+            " the fewest in all of its seeds."
         ),
         "",
         "![Held-out OCR over CPU-seconds](algorithms.png)",
@@ -108,9 +111,28 @@ def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) ->
                 "",
                 f"**{TITLES[kind]}** ({' or '.join(seconds)} CPU-seconds)",
                 "",
-                *_format_table(names),
+                *_format_table(names, best, machine["cpu"]),
             ]
     return lines
+
+
+def _find_best_policy_gradient(
+    machine: dict[str, Any], groups: dict[str, dict[str, Runs]]
+) -> float | None:
+    """Return the fewest CPU-seconds to the goal of a policy gradient that reached it with every
+    seed; None if none did.
+    """
+    medians = []
+    for runs in groups["policy_gradient"].values():
+        seconds = _list_seconds_to_goal(runs)
+        # CPU-seconds of another processor are not those of the others.
+        if len(seconds) == len(runs) and _has_run_on(machine["cpu"], runs):
+            medians.append(median(seconds))
+    return min(medians, default=None)
+
+
+def _has_run_on(cpu: str, runs: Runs) -> bool:
+    return all(run.get("cpu", cpu) == cpu for run in runs)
 
 
 def _name_other_machines(machine: dict[str, Any], runs: Runs) -> str:
@@ -126,7 +148,7 @@ def _name_other_machines(machine: dict[str, Any], runs: Runs) -> str:
     )
 
 
-def _format_table(names: dict[str, Runs]) -> list[str]:
+def _format_table(names: dict[str, Runs], best: float | None, cpu: str) -> list[str]:
     head = [
         "entry",
         "ocr",
@@ -135,6 +157,7 @@ def _format_table(names: dict[str, Runs]) -> list[str]:
         "similarity",
         "velocity drift",
         f"CPU-s to {GOAL:.2f}",
+        "÷ best",
         "steps",
         "alarm",
     ]
@@ -147,7 +170,16 @@ def _format_table(names: dict[str, Runs]) -> list[str]:
         mark = "" if all("evaluate_every" in run for run in runs) else " °"
         lines.append(
             "| "
-            + " | ".join([name + mark, *scores, _median_seconds_to_goal(runs), steps, alarms])
+            + " | ".join(
+                [
+                    name + mark,
+                    *scores,
+                    _median_seconds_to_goal(runs),
+                    _format_ratio(runs, best, cpu),
+                    steps,
+                    alarms,
+                ]
+            )
             + " |"
         )
         teachers = [run["teacher"] for run in runs if "teacher" in run]
@@ -155,7 +187,7 @@ def _format_table(names: dict[str, Runs]) -> list[str]:
             lines.append(
                 "| "
                 + " | ".join(
-                    [f"teacher of {name}, evaluated alike", *_format_scores(teachers), *"–––"]
+                    [f"teacher of {name}, evaluated alike", *_format_scores(teachers), *"––––"]
                 )
                 + " |"
             )
@@ -179,13 +211,25 @@ def _format_spread(values: list[float | None]) -> str:
 
 def _median_seconds_to_goal(runs: Runs) -> str:
     """Median over the seeds that reached it, interpolated between evaluations."""
-    seconds_of_runs = [interpolate_seconds(run["curve"], GOAL) for run in runs]
-    reached = [seconds for seconds in seconds_of_runs if seconds is not None]
+    reached = _list_seconds_to_goal(runs)
     if not reached:
         return "–"
     # a median over some of the seeds is a lower bound, so how many is shown
     count = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)})"
     return f"{median(reached):.0f}{count}"
+
+
+def _format_ratio(runs: Runs, best: float | None, cpu: str) -> str:
+    """Format the median over the seeds as a share of ``best``, where all seeds reached the goal."""
+    reached = _list_seconds_to_goal(runs)
+    if best is None or len(reached) < len(runs) or not _has_run_on(cpu, runs):
+        return "–"
+    return f"{median(reached) / best:.2f}"
+
+
+def _list_seconds_to_goal(runs: Runs) -> list[float]:
+    seconds_of_runs = [interpolate_seconds(run["curve"], GOAL) for run in runs]
+    return [seconds for seconds in seconds_of_runs if seconds is not None]
 
 
 def interpolate_seconds(curve: Sequence[dict[str, float]], goal: float) -> float | None:

@@ -84,18 +84,34 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
     )
     runs[1]["cpu"] = "x"
     runs[3]["cpu"] = "y"
+    # Neither the fastest, on another processor, nor the next, which one of its seeds alone has
+    # reached, is the best policy gradient.
+    for name, seconds, keys in (
+        ("gardo", 5.0, {"cpu": "y"}),
+        ("mix_grpo", 10.0, {}),
+        ("mix_grpo", 10.0, {"curve": [point]}),
+        ("flow_grpo", 20.0, {}),
+    ):
+        curve = {"curve": [point, {"cpu_seconds": seconds, "ocr": 0.95}]}
+        runs.append(runs[0] | curve | {"name": name, "kind": "policy_gradient"} | keys)
     (tmp_path / "a.json").write_text(
         json.dumps({"machine": {"cpu": "x", "cores": 2}, "runs": runs})
     )
     write_report(tmp_path / "a.json")
     page = (tmp_path / "a.md").read_text()
     assert (
-        "| crd | 0.95 (0.95–0.95) | 0.80 (0.80–0.80) | – | 0.70 (0.70–0.70) | 1.90 | 36 | 7 | 1"
-        " of 2 |" in page
+        "| crd | 0.95 (0.95–0.95) | 0.80 (0.80–0.80) | – | 0.70 (0.70–0.70) | 1.90 | 36 | 2.00 | 7"
+        " | 1 of 2 |" in page
     )
+    assert "| flow_grpo | 0.95 | 0.80 | – | 0.70 | 1.90 | 18 | 1.00 | 7 | 0 of 1 |" in page
+    assert "| gardo | 0.95 | 0.80 | – | 0.70 | 1.90 | 4 | – | 7 | 0 of 1 |" in page
+    assert "| 9 (1 of 2) | – | 7 | 0 of 2 |" in page
     assert "| awm ° | 0.95 |" in page
-    assert "On y, whose CPU-seconds are not those of the others: `awm`." in page
+    assert "On y, whose CPU-seconds are not those of the others: `gardo`, `awm`." in page
     assert "On x, whose" not in page
-    assert "| teacher of tdm, evaluated alike | 0.88 | 0.80 | – | 0.70 | 1.90 | – | – | – |" in page
+    assert (
+        "| teacher of tdm, evaluated alike | 0.88 | 0.80 | – | 0.70 | 1.90 | – | – | – | – |"
+        in page
+    )
     assert "teacher of crd" not in page
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
