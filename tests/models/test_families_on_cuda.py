@@ -5,12 +5,12 @@ bytes of the CPU, and waits for the device as seldom as its budget says.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from pipeline_cases import few_tokens, keys, prompts
+from pipeline_cases import EVERY, FIRST_AND_LAST, family, few_tokens, keys, prompts
 
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
@@ -27,38 +27,79 @@ from tests.pretend_cuda.device import PretendDevice, pretend_cuda
 
 LORA = PolicyConfig(train="lora", rank=4, alpha=8)
 WINDOW = (0, 1)
+
+
+class Budget(NamedTuple):
+    """What a phase may take on the device, in float32 with a LoRA.
+
+    Attributes:
+        copies: to the device.
+        waits: for the device, with copies back from it.
+        kernels: started, as many as the CPU's operations.
+        casts: of them those that change a precision or a layout. None is not limited.
+    """
+
+    copies: int | None
+    waits: int
+    kernels: int | None = None
+    casts: int | None = None
+
+
 BUDGETS = {
-    "sd3": (5, 0, 3),
-    "flux": (8, 0, 3),
-    "qwen_image": (10, 0, 3),
-    "wan": (5, 0, 3),
-    "wan_a14b": (5, 6, 11),
-    "flux2": (11, 0, 3),
-    "flux_kontext": (11, 0, 3),
+    "sd3": (Budget(5, 0, 849, 0), Budget(0, 3, 1897, 13)),
+    "flux": (Budget(8, 0, 1440, 18), Budget(4, 3, 3211, 37)),
+    "qwen_image": (Budget(10, 0, 1027, 0), Budget(4, 3, 2333, 13)),
+    "qwen_image_edit": (Budget(10, 0, 1037, 0), Budget(4, 3, 2347, 13)),
+    "wan": (Budget(5, 0, 840, 0), Budget(0, 3, 2055, 13)),
+    "wan21": (Budget(5, 0, 840, 0), Budget(0, 3, 2055, 13)),
+    "flux2_klein": (Budget(11, 0, 1500, 48), Budget(8, 3, 3253, 77)),
+    "sana": (Budget(5, 0, 804, 3), Budget(0, 3, 1915, 17)),
+    "flux2": (Budget(11, 0, 1545, 48), Budget(8, 3, 3313, 77)),
+    "lumina2": (Budget(14, 3, 1296, 33), Budget(12, 7, 3055, 89)),
+    "flux_kontext": (Budget(11, 0), Budget(None, 3)),
+    "wan_a14b": (Budget(5, 6), Budget(None, 11)),
+    "ltx_video": (Budget(5, 0, 939, 3), Budget(0, 3, 2177, 17)),
+    "ltx2": (Budget(11, 0, 2747, 18), Budget(8, 3, 6811, 55)),
 }
-"""Copies to the device in a rollout of three denoising steps, waits for the device in it, and
-waits in an update: for the groups of its rows, for all of its numbers at once, and one of torch's
-where it clips the gradient. FLUX copies the positions of its tokens in each forward pass; the
-experts of Wan2.2-A14B ask in each whose rows there are.
+"""What a rollout of three denoising steps and an update on it take. An update waits for the groups
+of its rows, for all of its numbers at once, and once in torch, where it clips the gradient. FLUX
+copies the positions of its tokens in each forward pass; the experts of Wan2.2-A14B ask in each
+whose rows there are; Lumina-Image 2.0 asks in each for the lengths of its prompts.
 """
+COMPARED = ("sd3", "flux", "qwen_image", "wan", "wan_a14b", "flux2", "flux_kontext")
+"""Families whose bytes are compared with those of the CPU, which takes a second run."""
+UNCOUNTED = {
+    "z_image": "operands on two devices in the network of diffusers, not traced yet",
+    "flux2_edit": "not counted yet",
+    "qwen_image_edit_plus": "not counted yet",
+    "wan_i2v": "not counted yet",
+    "hunyuan_video": "not counted yet",
+    "hunyuan_video_15": "not counted yet",
+    "wan_flf2v": "not counted yet",
+    "flux3": "not counted yet",
+    "qwen_image_21": "not counted yet",
+}
+"""Families without a budget, and why."""
 
 
-def count_traffic(device: PretendDevice) -> tuple[int, int]:
-    """(copies to the device, copies back and other waits) since the last call."""
-    counts = (
+def count_phase(device: PretendDevice) -> Budget:
+    """Count what ran since the last call."""
+    budget = Budget(
         device.host_to_device.total(),
         device.device_to_host.total() + device.synchronizations,
+        device.kernels.total(),
+        device.kernels["aten::_to_copy"],
     )
-    for counter in (device.host_to_device, device.device_to_host, device.waits):
+    for counter in (device.host_to_device, device.device_to_host, device.waits, device.kernels):
         counter.clear()
-    return counts
+    return budget
 
 
 def train_a_step(
     config: ModelConfig, name: str, device: PretendDevice | None = None
-) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-    """(all that came out of a rollout, its pictures and an update on it; the traffic of each)."""
-    traffic = {}
+) -> tuple[dict[str, Any], dict[str, Budget]]:
+    """(all that came out of a rollout, its pictures and an update on it; what each phase took)."""
+    phases: dict[str, Budget] = {}
     stage = OnlineStageConfig.model_validate(
         small_stage({"sampler": {"steps": 3}, "algorithm": {"name": "flow_grpo"}})
     )
@@ -68,12 +109,12 @@ def train_a_step(
     wanted = prompts(name)[:2]
     conditioning = build_prompt_lookup(model, wanted)(wanted)
     if device:
-        count_traffic(device)
+        count_phase(device)
     rollouts = generate_samples(
         model, conditioning, keys(wanted), stage.sampler, Plan(WINDOW, WINDOW)
     )
     if device:
-        traffic["rollout"] = count_traffic(device)
+        phases["rollout"] = count_phase(device)
     images = model.decode_latents(rollouts.latents)
     assert rollouts.trajectory is not None
     batch = build_trajectory_batch(
@@ -84,12 +125,12 @@ def train_a_step(
         stage.sampler,
     )
     if device:
-        count_traffic(device)
+        count_phase(device)
     metrics = updater.update_policy(batch, 2)
     if device:
-        traffic["update"] = count_traffic(device)
+        phases["update"] = count_phase(device)
     parameters = {key: value.detach().cpu() for key, value in policy.parameters.items()}
-    return {"images": images, "metrics": metrics, "parameters": parameters}, traffic
+    return {"images": images, "metrics": metrics, "parameters": parameters}, phases
 
 
 @pytest.mark.parametrize(
@@ -98,16 +139,25 @@ def train_a_step(
 )
 def test_a_step_on_cuda(tiny_folder, name):
     settings: dict[str, Any] = {"height": 64, "width": 64, **few_tokens(name)}
-    config = ModelConfig(family=name, path=str(tiny_folder(name)), **settings)
-    expected, _ = train_a_step(config, name)
+    if name in FIRST_AND_LAST:
+        settings["frames"] = 5
+    config = ModelConfig(family=family(name), path=str(tiny_folder(name)), **settings)
     with pretend_cuda() as device:
-        results, traffic = train_a_step(config, name, device)
-    assert results["metrics"] == expected["metrics"]
+        results, phases = train_a_step(config, name, device)
+    for phase, budget in zip(("rollout", "update"), BUDGETS[name], strict=True):
+        for field, limit in zip(Budget._fields, budget, strict=True):
+            assert limit is None or getattr(phases[phase], field) <= limit, (
+                f"{field} of the {phase}: {phases}"
+            )
     assert results["metrics"]["ratio/deviation"] == 0
+    if name not in COMPARED:
+        return
+    expected, _ = train_a_step(config, name)
+    assert results["metrics"] == expected["metrics"]
     assert np.array_equal(results["images"], expected["images"])
     for key, value in expected["parameters"].items():
         assert torch.equal(results["parameters"][key], value), key
-    copies, waits, waits_of_update = BUDGETS[name]
-    assert traffic["rollout"][0] <= copies
-    assert traffic["rollout"][1] <= waits
-    assert traffic["update"][1] <= waits_of_update
+
+
+def test_every_family_has_a_budget_or_a_reason_for_none():
+    assert {*BUDGETS, *UNCOUNTED} == set(EVERY)
