@@ -113,7 +113,8 @@ def describe_outcome(
         f" ({format_range(later)}, {np.mean(later):+.3f} on average): their gain is too small to"
         " see, or there is none. The reader begins as one that was trained on rendered"
         " letters. The true score of policies that train to the end on the first"
-        f" reward model differs from the circle's by {format_range(gaps)}.",
+        f" reward model differs from the circle's by {format_range(gaps)}"
+        f"{'' if any(gaps) else ', as they are the same policies'}.",
         "",
         *describe_flat_rewards(flat),
     ]
@@ -250,7 +251,10 @@ def plot_scores(runs: Sequence[dict[str, Any]]) -> Figure:
         turns = range(curves.shape[1])
         for curve in curves:
             axes.plot(turns, curve, color=colour, linewidth=0.8, alpha=0.5)
-        axes.plot(turns, curves.mean(axis=0), color=colour, linewidth=2.2, label=text)
+        # Without a second promotion these policies are those of the circle, and lie on them.
+        style = "--" if arm == "first_model" else "-"
+        mean = curves.mean(axis=0)
+        axes.plot(turns, mean, color=colour, linewidth=2.2, linestyle=style, label=text)
     axes.set_xticks(range(4), ["fine-tuned", "turn 1", "turn 2", "turn 3"])
     axes.set_ylabel("true score (OCR, held out)")
     axes.grid(alpha=0.3)
