@@ -82,9 +82,12 @@ def is_fork_server_a_fork_of_this_process() -> bool:
     new interpreter with a command line of its own.
     """
     server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if server is None or not psutil.pid_exists(server):
+    if server is None:
         return False
-    return psutil.Process(server).cmdline() == psutil.Process().cmdline()
+    try:
+        return psutil.Process(server).cmdline() == psutil.Process().cmdline()
+    except psutil.NoSuchProcess:  # it has ended, also where nobody has waited for it
+        return False
 
 
 class ForkedProgram:
