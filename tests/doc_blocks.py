@@ -34,9 +34,12 @@ from markdown_it import MarkdownIt
 
 from ebbflow.cli import main
 from ebbflow.recipe import Recipe, RecipeError
+from tests.forked import run_forked
 from tests.mlflow_settings import restored_tracking_uri
 
 ROOT = Path(__file__).parents[1]
+PLAIN = re.compile(r"(ebbflow|pyflyte)( [\w./@-]+)+")
+"""A command that needs no shell."""
 MARK = re.compile(r"<!-- test: (exhaustive|no, (?:.+)) -->")
 FOLDERS = (
     "benchmarks",
@@ -158,16 +161,36 @@ def _run_shell(block: Block, text: str, clone: Path) -> str:
         "EBBFLOW_LOCAL_CACHE": str(clone / "runs" / "flyte" / "cache"),
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
-    command = ["bash", "-euo", "pipefail", "-c", text]
-    done = subprocess.run(
-        command, cwd=clone, env=environment, capture_output=True, text=True, timeout=3600
+    printed = ""
+    for command in split_commands(text):
+        # The first block of the README has a shell, and new interpreters as a reader's.
+        run = run_forked if PLAIN.fullmatch(" ".join(command)) else _run_interpreter
+        done = run(command, cwd=clone, env=environment, timeout=3600)
+        printed += done.stdout
+        if done.returncode:
+            raise BlockError(
+                f"{block.where} ended with"
+                f" {done.returncode}\n{printed[-2000:]}\n{done.stderr[-3000:]}"
+            )
+    return printed
+
+
+def split_commands(text: str) -> list[list[str]]:
+    """Split a shell block whose lines are all plain commands of Ebbflow and Flyte into these, which
+    start as forks; any other block is one command, a shell.
+    """
+    lines = [line.partition(" #")[0].strip() for line in text.splitlines()]
+    if all(PLAIN.fullmatch(line) for line in lines):
+        return [line.split(" ") for line in lines]
+    return [["bash", "-euo", "pipefail", "-c", text]]
+
+
+def _run_interpreter(
+    command: list[str], *, cwd: Path, env: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
     )
-    if done.returncode:
-        raise BlockError(
-            f"{block.where} ended with"
-            f" {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-        )
-    return done.stdout
 
 
 def _run_python(block: Block, text: str, clone: Path) -> str:

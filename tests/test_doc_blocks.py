@@ -19,6 +19,7 @@ from tests.doc_blocks import (
     blocks_of,
     make_clone,
     run_block,
+    split_commands,
     unknown_commands,
 )
 
@@ -53,6 +54,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def finished_blocks() -> set[str]:
+    """Where the blocks stand that were run in the clone."""
+    return set()
+
+
 def test_every_block_names_a_language_that_is_run_or_shown() -> None:
     blocks = [block for found in BLOCKS.values() for block in found]
     assert sum(quick(block) for block in blocks) > 20
@@ -71,22 +78,28 @@ def test_a_block_that_is_only_shown_has_no_mark() -> None:
 @pytest.mark.parametrize(
     "page", [page for page, blocks in BLOCKS.items() if any(map(quick, blocks))]
 )
-def test_the_blocks_of_a_page_run(page: str, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run(
+    page: str, clone: Path, finished_blocks: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     for block in filter(quick, BLOCKS[page]):
         run_block(block, clone)
+        finished_blocks.add(block.where)
 
 
 @pytest.mark.exhaustive
-def test_all_blocks_run_in_one_clone(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_blocks_run_in_one_clone(
+    clone: Path, finished_blocks: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a reader who goes through all pages; the demo of the README leaves the run that other
-    pages look at.
+    pages look at. Blocks that ran in this clone before do not run twice.
     """
     monkeypatch.syspath_prepend(ROOT / "examples")
     names: dict[str, str] = {}
     for blocks in BLOCKS.values():
         for block in blocks:
-            if block.language in RUN and not block.mark.startswith("no"):
+            is_run = block.language in RUN and not block.mark.startswith("no")
+            if is_run and block.where not in finished_blocks:
                 run_block(block, clone, names)
             if runs := sorted((clone / "runs").glob("glyph-*")):
                 names[MADE_UP_RUN] = runs[0].name
@@ -123,6 +136,15 @@ def test_a_command_that_does_not_exist_is_found(command: str) -> None:
     assert len(unknown_commands(command)) == 1
 
 
+def test_plain_commands_of_ebbflow_and_flyte_need_no_shell() -> None:
+    assert split_commands("ebbflow verify m@champion   # why\npyflyte run a.py b\n") == [
+        ["ebbflow", "verify", "m@champion"],
+        ["pyflyte", "run", "a.py", "b"],
+    ]
+    for text in ("ebbflow runs | head", "true\nebbflow runs", "ebbflow draw $MODEL", "a=1 ebbflow"):
+        assert split_commands(text) == [["bash", "-euo", "pipefail", "-c", text]]
+
+
 def only(text: str) -> Block:
     (block,) = blocks_of(text, "page.md")
     return block
@@ -143,13 +165,14 @@ def test_what_stands_above_a_block_is_read() -> None:
     [
         "```sh\nfalse\ntrue\n```\n",
         "```sh\nfalse | true\n```\n",
+        "```sh\nebbflow check missing.yaml\n```\n",
         "```python\n1 / 0\n```\n",
         "```yaml\nstage: []\n```\n",
         "```sh\necho 1\n```\n\n```output\n2\n```\n",
         "```python\nprint(1)\n```\n\n```output\n1 ... 2\n```\n",
         "`Makefile`\n\n```sh\nother\n```\n",
     ],
-    ids=["command", "pipe", "code", "key", "output", "output of code", "file"],
+    ids=["command", "pipe", "plain command", "code", "key", "output", "output of code", "file"],
 )
 def test_a_block_that_fails_is_found(text: str, clone: Path) -> None:
     with pytest.raises(BlockError, match=r"page.md:\d"):
