@@ -1,13 +1,14 @@
 """A miniature of Flyte's engine: it runs a packaged workflow node by node, as a cluster would.
 
-Every task is the command line of its container in a process of its own: the first pod a new
-interpreter, the others forked from one that has imported what takes seconds (tests/forked.py). What
-it shares with other tasks is an object store, where its inputs and outputs lie serialised, and what
-``Cluster.environment`` leads to. Home, temporary folder and working directory are new for every pod
-and gone after it. Nodes run one after the other, each once those that it waits for are done.
-``Cluster.run`` puts something else in place of the process: a pod of a real Kubernetes
-(tests/kubernetes). Nothing comes out of a cache. Left out, because the pipeline uses none of it:
-conditionals, sleeping, launch plans as nodes, pods that are not made of a pod template.
+Every task is the command line of its container in a process of its own: the first
+``Cluster.interpreters`` pods are new interpreters, the others forked from one that has imported
+what takes seconds (tests/forked.py). What it shares with other tasks is an object store, where its
+inputs and outputs lie serialised, and what ``Cluster.environment`` leads to. Home, temporary folder
+and working directory are new for every pod and gone after it. Nodes run one after the other, each
+once those that it waits for are done. ``Cluster.run`` puts something else in place of the process:
+a pod of a real Kubernetes (tests/kubernetes). Nothing comes out of a cache. Left out, because the
+pipeline uses none of it: conditionals, sleeping, launch plans as nodes, pods that are not made of a
+pod template.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class Cluster:
     """
     broken: Collection[str] = ()
     """Modules of tasks whose pods never start."""
+    interpreters: int = 0
+    """So many of the first pods are new interpreters, as in a container; the others are forks."""
     pods: list[str] = field(default_factory=list)
     """The name of every attempt so far."""
     run: Callable[[Attempt], str] | None = None
@@ -363,9 +366,8 @@ def _run_process(engine: _Engine, pod: Attempt) -> str:
     cluster = engine.cluster
     with tempfile.TemporaryDirectory(dir=cluster.homes) as home:
         own = {"PATH": f"{PYFLYTE.parent}{os.pathsep}{os.defpath}", "HOME": home, "TMPDIR": home}
-        run = (
-            run_forked if pod.command[0] in EXECUTE and len(cluster.pods) > 1 else _run_interpreter
-        )
+        is_forked = pod.command[0] in EXECUTE and len(cluster.pods) > cluster.interpreters
+        run = run_forked if is_forked else _run_interpreter
         done = run(pod.command, cwd=Path(home), env=own | dict(pod.environment), timeout=900)
     said = (done.stdout + done.stderr)[-5000:]
     if done.returncode:
