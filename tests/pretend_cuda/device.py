@@ -162,6 +162,26 @@ class _Autocast(torch.autocast):
         super().__init__("cpu", *arguments, **keys)
 
 
+def _pad_sequence(
+    sequences: list[Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Tensor:
+    """As ``torch.nn.utils.rnn.pad_sequence``, which makes its result in C, on the CPU."""
+    assert padding_side == "right"
+    longest = max(len(sequence) for sequence in sequences)
+    padded = [
+        torch.nn.functional.pad(
+            sequence,
+            (0, 0) * (sequence.ndim - 1) + (0, longest - len(sequence)),
+            value=padding_value,
+        )
+        for sequence in sequences
+    ]
+    return torch.stack(padded, 0 if batch_first else 1)
+
+
 class _Functions(TorchFunctionMode):
     """Answers what Python asks of tensors, and makes transfers."""
 
@@ -190,6 +210,8 @@ class _Functions(TorchFunctionMode):
             )
         if held and func is Tensor.tolist:
             self.device.waits[_find_line()] += 1
+        if func is torch._C._nn.pad_sequence and self.device.holds(args[0][0]):
+            return _pad_sequence(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.is_pinned):
             return first if func is Tensor.pin_memory else False
         kwargs.pop("pin_memory", None)

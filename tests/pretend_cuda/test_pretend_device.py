@@ -52,6 +52,13 @@ def test_results_are_on_the_device_of_their_operands(device, case):
     assert result.is_cuda
 
 
+def test_rows_of_the_device_are_padded_on_it(device):
+    rows = [torch.ones(3, 2, device="cuda"), torch.ones(1, 2, device="cuda")]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=7.0)
+    assert padded.device == CUDA
+    assert padded.cpu()[1, :, 0].tolist() == [1.0, 7.0, 7.0]
+
+
 def test_there_is_no_numpy_array_of_the_device(device):
     with pytest.raises(TypeError, match="MIXED.*has no numpy array"):
         torch.ones(3, device="cuda").numpy()
