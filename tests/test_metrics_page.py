@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+import torch
+
+from ebbflow.algorithms.base import SurrogateRows
+from ebbflow.algorithms.built_in.tdm_r1 import TDMR1Config, compute_surrogate_loss
+from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.tracking import curves
+from ebbflow.training.kinds.matching import MATCHING
 from tests.metrics_page import explained, fits, unexplained
 
 LIBRARY = Path(__file__).parents[1] / "ebbflow"
@@ -53,8 +59,23 @@ def named(path: Path) -> Iterator[str]:
             yield name
 
 
+def of_trained_copies() -> set[str]:
+    """What is logged under the name of a copy: its loss and its gradient norm, and the metrics of
+    the surrogate's rows.
+    """
+    copies = MATCHING.list_trained_copies(TDMR1Config(), OptimizerConfig())
+    latents = [torch.ones(2, 1)] * 4  # velocity, target, teacher, old
+    rows = SurrogateRows(*latents, torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.int64))
+    _, metrics = compute_surrogate_loss(rows, TDMR1Config())
+    return {f"{copy}/{name}" for copy in copies for name in ("loss", "grad_norm")} | {
+        f"surrogate/{name}" for name in metrics
+    }
+
+
 def in_code() -> set[str]:
-    return {name for path in SOURCES for name in named(path)} | {
+    return {
+        *(name for path in SOURCES for name in named(path)),
+        *of_trained_copies(),
         curves.TRAINING_REWARD,
         curves.ALARMS,
     }
@@ -69,6 +90,8 @@ def test_every_metric_of_the_code_is_explained() -> None:
         "held_out_<>/<>",
         "parity/log_prob_max",
         "seconds/<>",
+        "fake/loss",
+        "surrogate/stopped",
     } <= names
     assert unexplained(names) == []
 
