@@ -94,7 +94,7 @@ def test_the_gate_looks_at_as_many_prompts_as_possible(
 
     queue = SimpleNamespace(
         build_requests=build_requests,
-        embeddings=lambda prompts: [prompt.prompt_id for prompt in prompts],
+        embeddings=lambda step, prompts: [prompt.prompt_id for prompt in prompts],
     )
     request = parity_gate._build_parity_request(ctx, queue, 1)
     assert list(zip(request.keys.prompt_ids, request.keys.samples, strict=True)) == expected
