@@ -34,6 +34,8 @@ ADDED_BY_FLYTE = re.compile(
 )
 EXPLAINED = ("ebbflow", "tasks")
 """Packages whose own errors name value, place and fix."""
+RECOVERABLE = "FlyteRecoverableException"
+"""What tasks raise where another attempt may succeed, with a message of their own."""
 
 
 class SubmitError(RuntimeError):
@@ -105,8 +107,9 @@ def explain_error(error: Exception) -> str:
     if rank_error is not None:
         return f"{where}{rank_error}{_write_traceback(error)}"
     message = ADDED_BY_FLYTE.sub("", str(error)).strip()
-    if type(error).__module__.partition(".")[0] in EXPLAINED:
-        return where + message
+    error_type = type(error)
+    if error_type.__module__.partition(".")[0] in EXPLAINED or error_type.__name__ == RECOVERABLE:
+        return where + message.removeprefix(where)
     return f"{where}{type(error).__name__}: {message}{_write_traceback(error)}"
 
 

@@ -138,13 +138,13 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             # The plugin raises the first where a rank did, and the second on every node but the
             # first.
             raise
-        except Exception as error:
+        except Exception:
             # Ranks that were still loading had no handler and died of the SIGTERM. Flyte retries
             # nothing but recoverable errors.
             if self.terminated:
                 raise FlyteRecoverableException(
                     f"{self.name} was terminated before its first step"
-                ) from error
+                ) from None
             raise
         finally:
             signal.signal(signal.SIGTERM, previous_handler)
@@ -163,9 +163,13 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         except IgnoreOutputs:
             raise
         except Exception as error:
+            if self.terminated:
+                raise  # ``execute`` says that it was
             reason = _explain_lost_process(error, several_nodes=in_job)
             if reason:
-                raise FlyteRecoverableException(f"{self._short_name}: {reason}") from error
+                # Not ``from error``: Flyte's exceptions print their cause, at every level of the
+                # workflow once more. The launcher has logged it.
+                raise FlyteRecoverableException(f"{self._short_name}: {reason}") from None
             raise  # an error of the stage, which another attempt would meet again
 
     def _launch_all_processes(self, **kwargs: Any) -> Any:
@@ -334,9 +338,13 @@ def _explain_lost_process(error: Exception, several_nodes: bool) -> str | None:
     if failure.exitcode >= 0:
         return None
     # By a signal: SIGKILL where memory is used up, SIGABRT by NCCL when a connection breaks.
-    name = signal.Signals(-failure.exitcode).name
-    reason = f"process {failure.local_rank} of this node ended by {name}; its memory may be used up"
-    return f"{reason}, or another node gone" if several_nodes else reason
+    ended_by = signal.Signals(-failure.exitcode)
+    reasons = [f"process {failure.local_rank} of this node ended by {ended_by.name}"]
+    if ended_by == signal.SIGKILL:
+        reasons.append("its memory may be used up")
+    if several_nodes:
+        reasons.append("another node may be gone")
+    return "; ".join(reasons)
 
 
 @contextmanager

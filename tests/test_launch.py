@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flytekit.exceptions.user import FlyteUserRuntimeException
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ebbflow import compute, launch
@@ -38,6 +38,12 @@ def test_an_error_that_explains_itself_is_its_own_message() -> None:
         launch.explain_error(RewardError(IN_TASK + "reward 'x' cannot run: install it"))
         == "train_online: reward 'x' cannot run: install it"
     )
+
+
+def test_an_error_that_a_cluster_would_retry_is_the_message_of_the_task() -> None:
+    error = FlyteRecoverableException("train_online: process 1 of this node ended by SIGKILL")
+    error.args = (f"{IN_TASK}{error}",)  # as Flyte does at each level
+    assert launch.explain_error(error) == "train_online: process 1 of this node ended by SIGKILL"
 
 
 def test_any_other_error_has_its_type_and_a_traceback_in_a_file(tmp_path: Path) -> None:
