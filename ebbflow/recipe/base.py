@@ -385,11 +385,13 @@ def _explain_problem(problem: Any, model: type[BaseModel]) -> str:
         return _list_choices(problem["ctx"]["tag"], problem["ctx"]["expected_tags"])
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
         return _list_choices(problem["input"], problem["ctx"]["expected"])
-    # The words of pydantic for the next three are Python's, and a recipe is YAML.
+    # The words of pydantic for the next four are Python's, and a recipe is YAML.
     if problem["type"] == "union_tag_not_found":
         return f"the key {problem['ctx']['discriminator']} is missing"
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f"must be a section, not a value; {_describe_section(problem, model)}"
+    if problem["type"] == "dict_type":
+        return "must be a section; write each entry on a line of its own as 'NAME: VALUE'"
     if problem["type"] == "list_type":
         return "must be a list; write each item on a line of its own that begins with '- '"
     reason = str(problem["msg"]).removeprefix("Value error, ")

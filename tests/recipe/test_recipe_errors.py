@@ -83,6 +83,11 @@ def test_the_line_is_that_of_the_key(tmp_path: Path, text: str, line: str) -> No
             "FILE:1: rewards = 'similarity': must be a list; write each item on a line of its own"
             " that begins with '- '",
         ),
+        (
+            "stages:\n- kind: online\n  latent_weights: 2\n",
+            "FILE:3: stages.0.online.latent_weights = 2: must be a section; write each entry on a"
+            " line of its own as 'NAME: VALUE'",
+        ),
     ],
 )
 def test_a_value_of_another_shape_is_explained_in_words_of_yaml(
