@@ -59,6 +59,12 @@ BUDGETS = {
     "lumina2": (Budget(14, 3, 1296, 33), Budget(12, 7, 3055, 89)),
     "flux_kontext": (Budget(11, 0), Budget(None, 3)),
     "wan_a14b": (Budget(5, 6), Budget(None, 11)),
+    "flux2_edit": (Budget(14, 0, 1554, 48), Budget(12, 3, 3331, 77)),
+    "qwen_image_edit_plus": (Budget(10, 0, 1037, 0), Budget(4, 3, 2347, 13)),
+    "wan_i2v": (Budget(5, 6, 704, 0), Budget(0, 11, 2757, 13)),
+    "hunyuan_video": (Budget(5, 0, 1674, 3), Budget(0, 3, 3729, 17)),
+    "hunyuan_video_15": (Budget(5, 75, 1506, 3), Budget(0, 107, 3087, 17)),
+    "qwen_image_21": (Budget(38, 54, 1413, 0), Budget(20, 43, 1737, 13)),
     "ltx_video": (Budget(5, 0, 939, 3), Budget(0, 3, 2177, 17)),
     "ltx2": (Budget(11, 0, 2747, 18), Budget(8, 3, 6811, 55)),
 }
@@ -66,19 +72,14 @@ BUDGETS = {
 of its rows, for all of its numbers at once, and once in torch, where it clips the gradient. FLUX
 copies the positions of its tokens in each forward pass; the experts of Wan2.2-A14B ask in each
 whose rows there are; Lumina-Image 2.0 and Z-Image ask in each for the lengths of their prompts,
-Z-Image once for each row.
+Z-Image once for each row. The networks of HunyuanVideo 1.5 and Qwen-Image 2.1, as diffusers has
+them, select tokens by masks in each.
 """
 COMPARED = ("sd3", "flux", "qwen_image", "wan", "wan_a14b", "flux2", "flux_kontext")
 """Families whose bytes are compared with those of the CPU, which takes a second run."""
 UNCOUNTED = {
-    "flux2_edit": "not counted yet",
-    "qwen_image_edit_plus": "not counted yet",
-    "wan_i2v": "not counted yet",
-    "hunyuan_video": "not counted yet",
-    "hunyuan_video_15": "not counted yet",
-    "wan_flf2v": "not counted yet",
-    "flux3": "not counted yet",
-    "qwen_image_21": "not counted yet",
+    "wan_flf2v": "the pretend device loses a result inside torch's attention",
+    "flux3": "the pretend device loses a result inside torch's backward pass",
 }
 """Families without a budget, and why."""
 
@@ -150,7 +151,8 @@ def test_a_step_on_cuda(tiny_folder, name):
             assert limit is None or getattr(phases[phase], field) <= limit, (
                 f"{field} of the {phase}: {phases}"
             )
-    assert results["metrics"]["ratio/deviation"] == 0
+    # The passes of the update have other rows than those of the rollout, and may round otherwise.
+    assert results["metrics"]["ratio/deviation"] < 1e-6
     if name not in COMPARED:
         return
     expected, _ = train_a_step(config, name)
