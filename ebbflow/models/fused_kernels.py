@@ -4,6 +4,7 @@ of FLUX as one complex product, and flash attention for the padded prompts of Qw
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,8 +16,15 @@ from diffusers.models.transformers.transformer_qwenimage import (
     apply_rotary_emb_qwen,
 )
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Only torch 2.12 and newer can be told not to split keys (``attend_without_padding``).
+    HAS_UNPADDED_KERNEL = "num_splits" in signature(varlen_attn).parameters
+except ImportError:  # torch before 2.10
+    HAS_UNPADDED_KERNEL = False
 
 
 class FusedRMSNorm(RMSNorm):  # type: ignore[misc]
@@ -108,13 +116,12 @@ class UnpaddedAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
     ) -> Any:
         mask = encoder_hidden_states_mask
         is_supported = (
-            # CPUs have no such kernel; on meta tensors, kernels and memory are counted.
-            hidden_states.device.type in ("cuda", "meta")
-            and hidden_states.dtype in (torch.bfloat16, torch.float16)
+            hidden_states.dtype in (torch.bfloat16, torch.float16)
             # A recipe's ``model.attention`` and ranks that share tokens have their own.
             and self._attention_backend is None
             and self._parallel_config is None
             and not torch.compiler.is_compiling()
+            and can_attend_without_padding(hidden_states.device, attn.inner_dim // attn.heads)
         )
         if (
             not is_supported
@@ -149,6 +156,18 @@ class UnpaddedAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         image, text = mixed[:, :image_tokens], mixed[:, image_tokens:]
         projection, dropout = attn.to_out
         return dropout(projection(image.contiguous())), attn.to_add_out(text.contiguous())
+
+
+def can_attend_without_padding(device: torch.device, head_dim: int) -> bool:
+    """Return whether torch has the kernel of ``attend_without_padding``: on NVIDIA's GPUs from
+    Ampere on, as all of its flash attention.
+    """
+    if not HAS_UNPADDED_KERNEL or head_dim % 8 or head_dim > 256:
+        return False
+    # On meta tensors, kernels and memory of a GPU are counted.
+    return device.type == "meta" or (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def attend_without_padding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -202,16 +221,16 @@ def find_sequences(mask: Tensor, image_tokens: int) -> Tensor:
     Returns:
         int32 [2 N + 1]: where each sequence begins in the N (image_tokens + L) tokens, and the end.
     """
-    bounds: Tensor | None = _bounds_of_masks.get(mask)
-    if bounds is None:
+    bounds_by_tokens: dict[int, Tensor] = _bounds_of_masks.setdefault(mask, {})
+    if image_tokens not in bounds_by_tokens:
         rows, text_tokens = mask.shape
         tokens = image_tokens + text_tokens
         starts = torch.arange(rows, device=mask.device) * tokens
         paddings = starts + image_tokens + mask.sum(1)
         pairs = torch.stack([starts, paddings], 1).flatten()
         bounds = nn.functional.pad(pairs, (0, 1), value=rows * tokens).int()
-        _bounds_of_masks[mask] = bounds
-    return bounds
+        bounds_by_tokens[image_tokens] = bounds
+    return bounds_by_tokens[image_tokens]
 
 
 def rotate_pairs(x: Tensor, rotation: Tensor) -> Tensor:

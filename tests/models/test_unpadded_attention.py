@@ -17,7 +17,11 @@ from benchmarks.first_hour.lines import Setting
 from benchmarks.first_hour.parts import attention
 from ebbflow.models import fused_kernels, load_model, predict
 from ebbflow.models.base import Conditioning
-from ebbflow.models.fused_kernels import UnpaddedAttention, find_sequences
+from ebbflow.models.fused_kernels import (
+    UnpaddedAttention,
+    can_attend_without_padding,
+    find_sequences,
+)
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.policy import Policy
@@ -138,6 +142,7 @@ def test_all_blocks_of_a_pass_share_the_sequences_of_its_mask():
     assert bounds.tolist() == [0, 7, 7, 12, 14]
     assert bounds.dtype == torch.int32
     assert find_sequences(mask, image_tokens=4) is bounds
+    assert find_sequences(mask, image_tokens=5).tolist() == [0, 8, 8, 14, 16]
     assert find_sequences(~mask, image_tokens=4).tolist() == [0, 4, 7, 13, 14]
 
 
@@ -151,3 +156,20 @@ def test_a_mask_stays_where_flash_attention_does_not_fit(folder, keys):
     for processor in processors:
         unpadded = isinstance(processor, UnpaddedAttention)
         assert not unpadded or processor._attention_backend is not None
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_kernel"), [((7, 5), True), ((9, 0), False)], ids=["turing", "older torch"]
+)
+def test_a_mask_stays_where_the_gpu_or_torch_has_no_such_kernel(folder, capability, has_kernel):
+    with (
+        pretend_cuda(),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
+        patch.object(fused_kernels, "HAS_UNPADDED_KERNEL", has_kernel),
+        patch.object(fused_kernels, "varlen_attn") as kernel,
+    ):
+        predict_rows(folder, "cuda")
+        lines = list(attention.measure(Setting(folder, "tiny")))
+    assert kernel.call_count == 0
+    assert [line.verdict for line in lines] == ["not measured"] * 3
+    assert not can_attend_without_padding(torch.device("meta"), head_dim=12)

@@ -331,6 +331,7 @@ def pretend_cuda() -> Iterator[PretendDevice]:
         "set_device": lambda device: None,
         "synchronize": synchronize,
         "get_device_name": lambda *_: "pretend",
+        "get_device_capability": lambda *_: (9, 0),
         "max_memory_allocated": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
