@@ -49,7 +49,13 @@ def keep_compiled_kernels() -> None:
     """
     # torch sets the variable to its default when it is imported.
     if os.environ.get(CACHE) in (None, default_cache_dir()):
-        os.environ[CACHE] = str(find_user_cache("compiled"))
+        folder = find_user_cache("compiled")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ[CACHE] = str(folder)
+        except OSError as error:  # the process compiles anew, and does not fail
+            os.environ[CACHE] = default_cache_dir()
+            logger.warning("%s cannot be made: %s", folder, error)
     logger.info("compiled kernels are kept in %s (%s)", os.environ[CACHE], CACHE)
 
 

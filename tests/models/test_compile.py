@@ -59,7 +59,9 @@ def test_graphs_round_as_uncompiled_code_and_are_not_chosen_by_their_time(model,
 
 
 @pytest.mark.parametrize("set_by_torch", [True, False])
-def test_compiled_kernels_are_among_the_caches_of_the_user(model, monkeypatch, set_by_torch):
+def test_compiled_kernels_are_among_the_caches_of_the_user(
+    model, monkeypatch, tmp_path, set_by_torch
+):
     """torch's default is a folder of temporary files, where a machine that starts again has none.
     torch enters it into the environment when it is imported.
     """
@@ -67,13 +69,23 @@ def test_compiled_kernels_are_among_the_caches_of_the_user(model, monkeypatch, s
         monkeypatch.setenv(CACHE, default_cache_dir())
     else:
         monkeypatch.delenv(CACHE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/volume")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **keys: None)
-    monkeypatch.setattr(os, "makedirs", lambda path, exist_ok: None)  # torch's, of the folder
     compile_blocks(model)
-    assert Path(cache_dir()) == Path("/volume/ebbflow/compiled")
-    assert Path(triton_cache_dir(0)) == Path("/volume/ebbflow/compiled/triton/0")
+    assert Path(cache_dir()) == tmp_path / "ebbflow" / "compiled"
+    assert Path(triton_cache_dir(0)) == tmp_path / "ebbflow" / "compiled" / "triton" / "0"
+
+
+def test_a_cache_that_cannot_be_made_costs_time_and_no_stage(model, monkeypatch, tmp_path, caplog):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.delenv(CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **keys: None)
+    compile_blocks(model)
+    assert os.environ[CACHE] == default_cache_dir()
+    assert f"{file}/ebbflow/compiled cannot be made" in caplog.text
 
 
 def test_a_folder_that_is_named_for_compiled_kernels_is_taken(model, monkeypatch):
