@@ -59,8 +59,9 @@ def as_ranks(world: int, work: Callable[..., object], *arguments: Any, **environ
                 # Raises what the other one raised, if it did: then this one only lost its partner.
                 if not other.join(timeout=60):
                     for process in other.processes:
-                        os.kill(process.pid, DUMP_SIGNAL)
-                        time.sleep(0.5)  # one after another: all of them write into one file
+                        if process.is_alive():
+                            os.kill(process.pid, DUMP_SIGNAL)
+                            time.sleep(0.5)  # one after another: all of them write into one file
                     error.add_note(f"the other processes still run:\n{stacks.read()}")
                 raise
             while not other.join():
