@@ -4,7 +4,7 @@ after the first rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import Algorithm
+from ebbflow.algorithms.base import Algorithm, SurrogateRows
 from ebbflow.recipe.algorithms import AlgorithmConfig
 from ebbflow.recipe.base import RecipeError, sanitize_text
 from ebbflow.training.kinds.base import trainable_kind
@@ -60,7 +60,7 @@ class TrialInputs:
 
 
 def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
-    """Call the selection and the loss of an algorithm on random rows, and check what they return.
+    """Call the selection and the losses of an algorithm on random rows, and check what they return.
 
     Args:
         path: what the recipe calls it.
@@ -72,10 +72,44 @@ def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
     # The selection first, because the loss gets the rows of the groups that it returns.
     groups = _try_selection(path, algorithm, hyper)
     rows, velocity = trainable_kind(hyper.kind).build_trial_rows(groups, algorithm, hyper)
-    count = len(velocity)
     name = f"the loss of {path}, {_name_of_function(algorithm.loss)},"
+    _try_rows(name, algorithm.loss, rows, velocity, hyper)
+    if algorithm.surrogate_loss is not None:
+        name = f"the surrogate loss of {path}, {_name_of_function(algorithm.surrogate_loss)},"
+        _try_rows(name, algorithm.surrogate_loss, *_build_surrogate_rows(groups), hyper)
+
+
+def _build_surrogate_rows(groups: list[np.ndarray]) -> tuple[SurrogateRows, Tensor]:
+    """Return the rows of a surrogate reward, and its prediction, which gets the gradient."""
+    inputs = TrialInputs.sample(groups)
+    velocity = inputs.sample_noise().requires_grad_()
+    rows = SurrogateRows(
+        velocity=velocity,
+        target=inputs.sample_noise(),
+        teacher=inputs.move_away(velocity),
+        old=inputs.move_away(velocity),
+        step_share=torch.ones(len(velocity)),  # the last step
+        advantage=inputs.advantage,
+        group_index=inputs.group_index,
+    )
+    return rows, velocity
+
+
+def _try_rows(
+    name: str,
+    loss_function: Callable[[Any, Any], Any],
+    rows: Any,
+    velocity: Tensor,
+    hyper: AlgorithmConfig,
+) -> None:
+    """Call a loss on rows, and check what it returns.
+
+    Args:
+        velocity: what the gradient must reach, [M, ...].
+    """
+    count = len(velocity)
     try:
-        returned: Any = algorithm.loss(rows, hyper)
+        returned: Any = loss_function(rows, hyper)
     except Exception as error:  # a user's own code can raise anything
         raise RecipeError(
             f"{name} fails on {count} random rows:"

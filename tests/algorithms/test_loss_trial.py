@@ -16,7 +16,10 @@ from ebbflow.algorithms.base import (
     ForwardRows,
     TrajectoryRows,
     compute_flow_matching_error,
+    mean_per_row,
 )
+from ebbflow.algorithms.built_in import tdm_r1
+from ebbflow.algorithms.built_in.tdm_r1 import TDMR1Config
 from ebbflow.algorithms.registry import BUILT_IN
 from ebbflow.recipe.algorithms import ForwardConfig, TrajectoryConfig
 from ebbflow.recipe.base import RecipeError
@@ -49,6 +52,19 @@ def test_an_algorithm_says_whether_rewards_only_choose_its_samples(algorithm: Al
     ]
     chooses = [group.tolist() for group in chosen] != [group.tolist() for group in others]
     assert hyper.only_selects == (chooses and torch.equal(*weighed))
+
+
+@pytest.mark.parametrize(
+    ("surrogate_loss", "words"),
+    [
+        (lambda rows, config: (rows.velocity.mean(), {}), r"the loss as a tensor of shape \[\]"),
+        (lambda rows, config: (mean_per_row(rows.target), {}), "gives the prediction no gradient"),
+    ],
+)
+def test_the_loss_of_a_surrogate_is_tried_as_well(surrogate_loss: Any, words: str) -> None:
+    algorithm = replace(tdm_r1.ALGORITHM, surrogate_loss=surrogate_loss)
+    with pytest.raises(RecipeError, match=f"the surrogate loss of mine:R1, .*{words}"):
+        try_loss("mine:R1", algorithm, TDMR1Config())
 
 
 def mse(rows: ForwardRows) -> torch.Tensor:
