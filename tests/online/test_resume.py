@@ -196,6 +196,22 @@ def test_a_killed_stage_that_encodes_in_windows_ends_with_the_same_bytes(
         assert encoded == windows[kill // 2 :]
 
 
+def test_a_stage_resumes_with_rollouts_that_the_training_has_overtaken(attempt, monkeypatch):
+    """On Ray, step 0 may still be in flight when the checkpoint of a later window is saved."""
+    monkeypatch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", 2)
+    next_batch = RolloutQueue.next_batch
+
+    async def let_the_first_step_wait(queue, version):
+        queue.in_flight.sort(key=lambda step: step.step == 0)
+        return await next_batch(queue, version)
+
+    monkeypatch.setattr(RolloutQueue, "next_batch", let_the_first_step_wait)
+    whole = attempt("whole", mode="one_step_off")
+    with pytest.raises(Killed):
+        attempt("killed", kill=3, mode="one_step_off")
+    assert attempt("killed", mode="one_step_off") == whole
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
     reason=(
