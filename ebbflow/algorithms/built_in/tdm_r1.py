@@ -30,7 +30,9 @@ guidance of 4.5 that is a guidance of 1 + .3 * 3.5 = 2.05 here.
 Deviations, beside those of TDM: mean|x0_hat - x0_teacher| is with that guidance, not 4.5. Groups
 have a step and noise level each, and samples one step of the student, where published code draws
 them for the whole batch and takes two steps of each sample. The limit is of a group's distance, not
-of a process's part of the batch. Published code also pulls the fake score to the teacher (.02), and
+of a process's part of the batch. ``surrogate_sigma.min`` is the lowest level itself, to which
+published code adds .02, and the noise where the student asks the surrogate is of each sample, not
+of a group. Published code also pulls the fake score to the teacher (.02), and
 ends the reward after two steps for two of its four rewards; neither is here. x' is sampled anew
 from the noise of the rollout: after the first update of a step, or with rollouts of older weights,
 it is near the sample that was scored, not that sample.
