@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import two_processes
 from tests.forked import ROOT, ForkedProgram
 
 HANGS = """
@@ -50,3 +51,15 @@ def test_a_program_that_hangs_ends_with_the_stacks_of_its_processes(tmp_path: Pa
     (stacks,) = raised.value.__notes__
     assert "in wait_for_the_child" in stacks
     assert "in wait_in_a_child" in stacks
+
+
+def test_a_rank_has_nothing_of_what_the_server_had_when_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of ranks that the server kept would have one of two ranks wait for the other."""
+    monkeypatch.setattr(os, "environ", {"EBBFLOW_RANKS_STORE": "of an earlier test"})
+    seen: list[dict[str, str]] = []
+    two_processes._run_further_rank(
+        0, lambda: seen.append(dict(os.environ)), (), {"WORLD_SIZE": "2"}, str(tmp_path / "stacks")
+    )
+    assert seen == [{"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}]

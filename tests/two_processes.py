@@ -40,14 +40,15 @@ def as_ranks(world: int, work: Callable[..., object], *arguments: Any, **environ
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    # A fork server that starts imports first, for longer than ranks wait where others compute. It
+    # starts outside of the ranks' environment, which all programs of later tests would have.
+    first = CONTEXT.Process(target=int)
+    first.start()
+    first.join()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (group | environment).items():
             patch.setenv(name, value)
         patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
-        # A fork server that starts imports first, for longer than ranks wait where others compute.
-        first = CONTEXT.Process(target=int)
-        first.start()
-        first.join()
         with tempfile.NamedTemporaryFile("r", suffix=".stacks") as stacks:
             given = (work, arguments, dict(os.environ), stacks.name)
             other = torch.multiprocessing.start_processes(
@@ -77,6 +78,8 @@ def _run_further_rank(
 ) -> None:
     faulthandler.register(DUMP_SIGNAL, file=open(stacks, "a"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
+    # Nothing that the server had when it started: a store of ranks, where these have none.
+    os.environ.clear()
     os.environ.update(environment)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(index + 1)
     work(*arguments)
