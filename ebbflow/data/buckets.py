@@ -67,7 +67,7 @@ def fit_picture(picture: np.ndarray, size: BucketSize) -> np.ndarray:
         picture: uint8 RGB [height, width, 3] or [frames, height, width, 3].
 
     Returns:
-        uint8 RGB, [*size, 3] or [frames, *size, 3].
+        uint8 RGB of that size, [height, width, 3] or [frames, height, width, 3].
     """
     if picture.ndim == 4:
         return np.stack([fit_picture(frame, size) for frame in picture])

@@ -30,6 +30,7 @@ class CastTogether(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        """Cast float32 tensors to bfloat16."""
         ctx.set_materialize_grads(False)
         casts = [torch.empty_like(value, dtype=torch.bfloat16) for value in values]
         torch._foreach_copy_(casts, list(values))
@@ -37,6 +38,7 @@ class CastTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Cast gradients to float32; one that is missing stays missing."""
         present = [gradient for gradient in gradients if gradient is not None]
         wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in present]
         torch._foreach_copy_(wide, present)
