@@ -4,7 +4,7 @@ encoded at a time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ebbflow.data.prompts import Prompt
@@ -50,3 +50,12 @@ def split_into_windows(prompts_of_steps: Iterable[Collection[int]]) -> list[rang
     if seen:
         windows.append(range(first, step + 1))
     return windows
+
+
+def build_prompt_windows(batches: Sequence[Sequence[Prompt]]) -> list[PromptWindow]:
+    """Build the windows of steps that take these prompts."""
+    ids_of_steps = ([prompt.prompt_id for prompt in batch] for batch in batches)
+    return [
+        PromptWindow(steps, [prompt for step in steps for prompt in batches[step]])
+        for steps in split_into_windows(ids_of_steps)
+    ]

@@ -47,21 +47,7 @@ def estimate_stage_memory(
                 memory, training, shards, between_steps
             )
         elif ctx.online_config.placement == "ray":
-            ranks = ctx.online_config.resources.training.count
-            # The trained weights are there once more, to be sent or as they were received.
-            weights = 4 * memory.trained
-            waiting = parts + weights + count_step_bytes(memory, ctx, 1)
-            training = memory.share_tokens(context_parallel).online_rank_memory(
-                ctx, ranks // context_parallel, ranks
-            )
-            training = replace(training, waiting=waiting)
-            memory_by_process[f"{label} training"] = add_encoding(
-                memory, training, ranks, between_steps
-            )
-            # Its requests come with their encoded prompts.
-            rollout = replace(memory.rollout_memory(ctx), waiting=parts + weights)
-            memory_by_process[f"{label} rollout"] = rollout
-            memory_by_process[f"{label} rewards"] = Memory(others=memory.reward_network_bytes(ctx))
+            memory_by_process |= _estimate_ray_stage(memory, ctx, context_parallel)
         else:
             num_equal = processes if ctx.online_config.placement == "colocated" else 1
             sharing = context_parallel if num_equal > 1 else 1
@@ -76,3 +62,24 @@ def estimate_stage_memory(
                 memory, training, num_shards, between_steps
             )
     return memory_by_process
+
+
+def _estimate_ray_stage(
+    memory: ProcessMemory, ctx: StageContext, context_parallel: int
+) -> dict[str, Memory]:
+    """Return the memory of the training, rollout and reward workers of a stage on Ray."""
+    label = ctx.stage_label
+    parts = count_part_bytes(memory)
+    ranks = ctx.online_config.resources.training.count
+    # The trained weights are there once more, to be sent or as they were received.
+    weights = 4 * memory.trained
+    training = memory.share_tokens(context_parallel).online_rank_memory(
+        ctx, ranks // context_parallel, ranks
+    )
+    training = replace(training, waiting=parts + weights + count_step_bytes(memory, ctx, 1))
+    return {
+        f"{label} training": add_encoding(memory, training, ranks, encodes_between_steps(ctx)),
+        # Its requests come with their encoded prompts.
+        f"{label} rollout": replace(memory.rollout_memory(ctx), waiting=parts + weights),
+        f"{label} rewards": Memory(others=memory.reward_network_bytes(ctx)),
+    }

@@ -214,9 +214,7 @@ def open_batch_parts(
                 shard = visit.shard
                 groups = shard_for_rank(batch, row_ranks)
                 rows = np.concatenate(groups)
-                keys = SampleKeys(
-                    ctx.stage_seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist()
-                )
+                keys = _build_keys(ctx, shard, rows)
                 yield BatchPart(
                     epoch=visit.epoch,
                     groups=batch,
@@ -232,6 +230,11 @@ def open_batch_parts(
                 )
 
     return iterate_parts()
+
+
+def _build_keys(ctx: StageContext, shard: Shard, rows: np.ndarray) -> SampleKeys:
+    prompt_ids = shard.prompt_ids[rows].tolist()
+    return SampleKeys(ctx.stage_seed, prompt_ids, shard.samples[rows].tolist())
 
 
 def _list_windows(

@@ -15,7 +15,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from ebbflow.data.images import encode_pngs
-from ebbflow.data.prompt_windows import PromptWindow, split_into_windows
+from ebbflow.data.prompt_windows import build_prompt_windows
 from ebbflow.data.prompts import Prompt, read_prompt_ids, read_prompt_sources, read_prompts
 from ebbflow.data.sampling import sample_mixed_prompts, sample_prompts
 from ebbflow.data.schema import build_rollout_schema
@@ -277,14 +277,7 @@ def _generate_groups(
     batches = [
         prompts[start : start + groups_at_once] for start in range(0, len(prompts), groups_at_once)
     ]
-    embeddings = PromptWindows(
-        [
-            PromptWindow(steps, [prompt for step in steps for prompt in batches[step]])
-            for steps in split_into_windows(
-                [prompt.prompt_id for prompt in batch] for batch in batches
-            )
-        ]
-    )
+    embeddings = PromptWindows(build_prompt_windows(batches))
     total = len(prompts) * config.group_size
     progress = show_progress(
         f"{ctx.stage_label} rollout", "image", total=total, quiet=ranks.rank > 0

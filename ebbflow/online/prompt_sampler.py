@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ebbflow.algorithms.advantages import Moments
-from ebbflow.data.prompt_windows import PromptWindow, split_into_windows
+from ebbflow.data.prompt_windows import PromptWindow, build_prompt_windows
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sampling import sample_prompts, shuffle_prompts
 from ebbflow.online.workers import StageError
@@ -94,12 +94,7 @@ class PromptSampler:
         # Any prompt may come in any step.
         if self.config.prompts_depend_on_rewards:
             return [PromptWindow(range(self.config.steps), self.prompts)]
-        batches = [self.sample_batch(step) for step in range(self.config.steps)]
-        windows = split_into_windows([prompt.prompt_id for prompt in batch] for batch in batches)
-        return [
-            PromptWindow(steps, [prompt for step in steps for prompt in batches[step]])
-            for steps in windows
-        ]
+        return build_prompt_windows([self.sample_batch(step) for step in range(self.config.steps)])
 
     def find_prompts(self, ids: Sequence[int]) -> list[Prompt]:
         """Prompts by their ids, in this order."""
