@@ -2,10 +2,11 @@
 45] [--only NAME ...]``.
 
 All start from the same base model with the same prompts and get the same CPU-seconds, in which
-rollouts, OCR and updates count and evaluations do not. The entries are in ``algorithms.yaml`` in
-the same folder; those that are meant to collapse run with the first seed only. A run whose result
-is there already is not repeated unless asked for by ``--again``; results go to
-``benchmarks/results/algorithms.json``, the table and the plot next to it.
+rollouts, OCR and updates count and evaluations do not. Each seed has prompts held out of its own.
+The entries are in ``algorithms.yaml`` in the same folder; those that are meant to collapse run with
+the first seed only. A run whose result is there already is not repeated unless asked for by
+``--again``; results go to ``benchmarks/results/algorithms.json``, the table and the plot next to
+it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from benchmarks.algorithms_report import write_report
-from benchmarks.machine import describe_machine
+from benchmarks.algorithms_report import SPLIT_OF_SEED, write_report
+from benchmarks.machine import describe_commit, describe_machine
 from ebbflow.data.prepare import prepare_prompt_table
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
@@ -59,8 +60,10 @@ ENTRIES = Path(__file__).with_suffix(".yaml")
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 ONE_SEED = ("collapse",)
 """Kinds that run with the first seed only: they show that an alarm rings, and no mean is taken."""
-EVALUATE_EVERY = 4.0
-"""CPU-seconds of training between evaluations."""
+EVALUATE_EVERY = 2.0
+"""CPU-seconds of training between evaluations, at least."""
+EVALUATE_SHARE = 0.2
+"""Of the CPU-seconds at an evaluation: the next one is that much later, where that is longer."""
 STEPS = 1000
 """Or epochs: more than any entry takes in its seconds."""
 
@@ -103,12 +106,14 @@ def main() -> None:
                 "seed": seed,
                 "cpu_seconds": seconds,
                 "settings": settings,
+                "split": SPLIT_OF_SEED,
             }
             # a run with other settings under the same name is not this one
             finished = [run for run in results["runs"] if asked.items() <= run.items()]
             if finished and not arguments.again:
                 continue
-            run_result = asked | {"cpu": describe_machine()["cpu"]} | train_entry(asked)
+            conditions = {"cpu": describe_machine()["cpu"], "commit": describe_commit()}
+            run_result = asked | conditions | train_entry(asked)
             tqdm.write(
                 f"{name} {seed}: {run_result['before']['ocr']:.2f} ->"
                 f" {run_result['after']['ocr']:.2f}, drift {run_result['drift']:.3f}"
@@ -118,7 +123,7 @@ def main() -> None:
             other_runs = [
                 run
                 for run in results["runs"]
-                if run["name"] in order and (run["name"], run["seed"]) != (name, seed)
+                if run["name"] in order and identify_run(run) != identify_run(run_result)
             ]
             runs = sorted(
                 [*other_runs, run_result], key=lambda run: (order.index(run["name"]), run["seed"])
@@ -130,12 +135,20 @@ def main() -> None:
     write_report(RESULTS)
 
 
+def identify_run(run: Mapping[str, Any]) -> tuple[str, int, str | None]:
+    """Return what a later run has to have in common with one to take its place.
+
+    A run on other held-out prompts stands beside it: the two cannot be compared.
+    """
+    return run["name"], run["seed"], run.get("split")
+
+
 def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
     """Train one entry with one seed; held-out scores over its CPU-seconds, guardrails and drift at
     the end.
     """
     recipe = build_recipe(asked)
-    base, policy_folder, table = prepare_inputs(recipe)
+    base, policy_folder, table = prepare_inputs(recipe, recipe.seed)
     prompts = read_prompts(table, "train")
     held_out = read_prompts(table, "held_out")
     ctx = StageContext(recipe, 0, 0)
@@ -154,13 +167,14 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
         nonlocal spent_evaluating
         spent = time.process_time() - start - spent_evaluating
         training.append({"cpu_seconds": spent, **metrics})
-        if spent >= EVALUATE_EVERY * len(curve):
+        evaluated = curve[-1]["cpu_seconds"]
+        if spent >= evaluated + max(EVALUATE_EVERY, EVALUATE_SHARE * evaluated):
             evaluation_start = time.process_time()
             curve.append(
                 {
                     "cpu_seconds": spent,
                     "steps": step + 1,
-                    **score_policy(recipe, model, policy, held_out, ()),
+                    **score_policy(recipe, model, policy, held_out, UNTRAINED_READER),
                 }
             )
             spent_evaluating += time.process_time() - evaluation_start
@@ -209,7 +223,8 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-GUARDRAILS = ("tesseract", "similarity")
+UNTRAINED_READER = ("tesseract",)
+GUARDRAILS = (*UNTRAINED_READER, "similarity")
 """Rewards that no entry is trained on."""
 
 
@@ -305,9 +320,13 @@ def warm_up_rewards(model: Model, scorer: Scorer, prompt: Prompt) -> None:
     scorer(model.decode_latents(torch.zeros(2, *model.latent_shape)), [prompt] * 2)
 
 
-def prepare_inputs(recipe: Recipe) -> tuple[Path, Path, Path]:
+def prepare_inputs(recipe: Recipe, split_seed: int = 0) -> tuple[Path, Path, Path]:
     """(base model, untouched policy, prompt table); the base model is trained once and shared by
     all runs.
+
+    Args:
+        split_seed: by which prompts are held out. Benchmarks that compare runs of different seeds
+            prompt by prompt have one for all.
     """
     base = WORK / "base"
     if not base.exists():
@@ -315,10 +334,9 @@ def prepare_inputs(recipe: Recipe) -> tuple[Path, Path, Path]:
     policy = WORK / "untouched"
     if not policy.exists():
         write_base_policy(policy, verify_folder(base), "", recipe.policy)
-    # seed 0 for all: runs of different seeds must be scored on the same held-out prompts
-    prompts = WORK / "prompts.parquet"
+    prompts = WORK / f"prompts-{split_seed}.parquet"
     if not prompts.exists():
-        table, _ = prepare_prompt_table(recipe.model_copy(update={"seed": 0}))
+        table, _ = prepare_prompt_table(recipe.model_copy(update={"seed": split_seed}))
         write_table(prompts, PROMPTS, table.to_batches(), {})
     return base, policy, prompts
 
