@@ -92,6 +92,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="repeat runs whose results are there")
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
+    # Before the first result is written, which changes a file of the repository.
+    conditions = {"cpu": describe_machine()["cpu"], "commit": describe_commit()}
     # Seeds outside, entries inside: an interrupted benchmark has whole seeds, and an entry finds
     # the teacher that an earlier entry of the same seed has left.
     for seed in arguments.seeds:
@@ -112,7 +114,6 @@ def main() -> None:
             finished = [run for run in results["runs"] if asked.items() <= run.items()]
             if finished and not arguments.again:
                 continue
-            conditions = {"cpu": describe_machine()["cpu"], "commit": describe_commit()}
             run_result = asked | conditions | train_entry(asked)
             tqdm.write(
                 f"{name} {seed}: {run_result['before']['ocr']:.2f} ->"
