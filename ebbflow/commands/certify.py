@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import LOADING
+from ebbflow.commands.options import LOADING, OutputPath
 from ebbflow.recipe import RecipeError, load_recipe
 from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.model import ModelConfig
@@ -26,7 +26,7 @@ GUIDANCE = 4.0
 @click.option("--family", help="Family of MODEL, where that is a folder.")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=OutputPath(),
     default=Path("certificate"),
     show_default=True,
     help=f"Folder for {CERTIFICATE} and {PAGE}.",

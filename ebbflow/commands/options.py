@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ebbflow.compute import count_local_processes
+from ebbflow.recipe import RecipeError
+from ebbflow.recipe.output_folder import refuse_root_folder
+
+
+class OutputPath(click.Path):
+    """A path that a command writes; a relative one is refused in ``/``, as the runs' folder is."""
+
+    def __init__(self, **checks: bool) -> None:
+        super().__init__(path_type=Path, **checks)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        try:
+            refuse_root_folder(path, param.human_readable_name if param else "the path")
+        except RecipeError as error:
+            self.fail(str(error), param, ctx)
+        return path
 
 
 def _count_processes_of_all_nodes() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import LOADING, STORE
+from ebbflow.commands.options import LOADING, STORE, OutputPath
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.families import find_family
 
@@ -19,7 +19,7 @@ NOTHING_TO_VERIFY = 3
 
 @click.command()
 @click.argument("policy", type=click.Path(exists=True, path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=OutputPath())
 @click.option(
     "--base",
     required=True,
@@ -87,7 +87,7 @@ def export(
     "--output",
     default="evaluations",
     show_default=True,
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutputPath(file_okay=False),
     help="Folder; samples that it has of an earlier evaluation are not generated again.",
 )
 @click.option(
@@ -213,7 +213,7 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
     "--out",
     default="drawn",
     show_default=True,
-    type=click.Path(path_type=Path),
+    type=OutputPath(),
     help="Folder; nothing is overwritten.",
 )
 @click.option(

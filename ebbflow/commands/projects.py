@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from ebbflow.commands.options import OutputPath
+
 RECIPE = """\
 # ebbflow check {folder}/recipe.yaml
 # ebbflow run {folder}/recipe.yaml
@@ -61,7 +63,7 @@ EVERY = 10
 
 
 @click.command("init")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=OutputPath())
 def create_project(folder: Path) -> None:
     """Create FOLDER with a recipe, a reward of your own, prompts and a test, to start from.
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import LOADING
+from ebbflow.commands.options import LOADING, OutputPath
 from ebbflow.recipe import RecipeError, load_recipe
+from ebbflow.recipe.output_folder import check_output_folder
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,10 @@ def train_reward(recipe: Path) -> None:
     from ebbflow.tracking.store import TrackingError
 
     try:
-        outcome = train_and_register(load_recipe(recipe))
+        resolved = load_recipe(recipe)
+        if "://" not in resolved.output:
+            check_output_folder(resolved.output)
+        outcome = train_and_register(resolved)
     except (
         RecipeError,
         LabelFileError,
@@ -75,7 +79,7 @@ def turn(recipe: Path, debug: bool) -> None:
 
 @click.command("write-rubrics")
 @click.argument("prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("output", type=OutputPath(dir_okay=False))
 @click.option("--url", required=True, help="Address of an OpenAI-compatible server.")
 @click.option("--model", required=True, help="Name of the language model on the server.")
 @click.option("--token-variable", help="Environment variable that holds the server's token.")

@@ -11,6 +11,7 @@ import click
 
 from ebbflow.commands.options import LOADING, PROCESSES, STORE
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.output_folder import refuse_root_folder
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,9 @@ def compare(first: str, second: str, output: Path | None) -> None:
                 for number, named in enumerate((first, second))
             ]
             page = output or Path(f"{runs[0].name}-and-{runs[1].name}.html")
+            refuse_root_folder(page, "output")
             write_run_page(page, *runs)
-    except (RunFolderError, OSError) as error:
+    except (RunFolderError, RecipeError, OSError) as error:
         sys.exit(str(error))
     for key, *values in find_recipe_differences(*runs):
         click.echo(f"{key}: {' -> '.join(values)}")
@@ -132,6 +134,7 @@ def replay(
     # "1.1 online" and "1.1" name the same stage, and have the same folder.
     target = output or Path(f"replay-{stage.partition(' ')[0]}-{step}")
     try:
+        refuse_root_folder(target, "output")
         result = replay_step(
             run, stage, step, target, load_recipe(recipe) if recipe else None, base, processes
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import yaml
 
+from ebbflow.commands.options import OutputPath
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.recipe.yaml_text import describe_yaml_error
@@ -64,7 +65,7 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=OutputPath())
 @click.argument("sources", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--stage", help="Offline stage of the run, such as '1.2 offline': compare its rollouts."

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import STORE
+from ebbflow.commands.options import STORE, OutputPath
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 
 
 @click.command("make-key")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=OutputPath())
 def make_key(folder: Path) -> None:
     """Make the ed25519 key pair of a deployment, which signs registered versions, in FOLDER.
 

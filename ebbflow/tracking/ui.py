@@ -14,7 +14,7 @@ from contextlib import suppress
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from ebbflow.tracking.store import TrackingError, connect_to_store
+from ebbflow.tracking.store import TrackingError, connect_to_store, find_sqlite_file
 
 MODE = "workflowType=machine_learning"
 """Part of an address of the UI. Without it MLflow shows the mode used last, at first that of
@@ -33,8 +33,15 @@ def list_pages(server: str, uri: str, experiment: str) -> dict[str, str]:
         experiment: its name.
 
     Raises:
-        TrackingError: the store has no such experiment.
+        TrackingError: there is no such store, or it has no such experiment.
     """
+    database = find_sqlite_file(uri)
+    # a client would make an empty one, wherever the command was started
+    if database and not database.is_file():
+        raise TrackingError(
+            f"no MLflow store at {uri}; run this where the pipeline ran, or name a recipe with"
+            " --recipe"
+        )
     stored_experiment = connect_to_store(uri).get_experiment_by_name(experiment)
     if stored_experiment is None:
         raise TrackingError(

@@ -110,6 +110,18 @@ def test_copies_of_runs_at_a_uri_give_the_same_page(
     store.rm("/bucket", recursive=True)
 
 
+def test_a_comparison_in_the_root_folder_leaves_nothing_there(
+    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [str(make_run(name, 0.1)) for name in ("one-of-root", "other-of-root")]
+    monkeypatch.chdir("/")
+    result = CliRunner().invoke(main, ["compare", *runs])
+    assert result.exit_code == 1
+    page = "one-of-root-and-other-of-root.html"
+    assert f"output = '{page}' would be /{page}, as the working directory is /;" in result.output
+    assert not Path("/", page).exists()
+
+
 def test_a_prompt_counts_once_however_many_samples_it_has(make_run: Callable[..., Path]) -> None:
     run = read_run_folder(make_run("run", 0.1))
     # Three prompts with .25, and one with .25 and 1.25.

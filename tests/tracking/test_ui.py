@@ -32,6 +32,12 @@ def test_a_store_without_runs_is_named(recipe: Recipe) -> None:
         list_pages("http://127.0.0.1:5000", start_run(recipe, None).tracking_uri, "nothing")
 
 
+def test_a_store_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match="no MLflow store at .*; run this where the pipeline"):
+        serve_ui(f"sqlite:///{tmp_path}/runs/mlflow.db", "ebbflow", 5000, False, print)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_pages_of_a_server_are_its_own(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(recipe, None)
     shown = []
