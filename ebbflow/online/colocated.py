@@ -43,7 +43,7 @@ from ebbflow.online.messages import (
 )
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
-from ebbflow.online.sample_exchange import RankValue, SampleExchange
+from ebbflow.online.sample_exchange import RankValue, RolloutsHeader, SampleExchange
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageError, StageWorkers
 from ebbflow.rewards.combine import Scorer, ScoreTable
@@ -308,20 +308,29 @@ class ColocatedQueue(RolloutQueue):
         """Gather what all ranks need to know of each request; rollouts and images stay where they
         are.
         """
-        sent = [(part.report, part.scores, part.spans, part.statistics) for part in own]
+        sent = [
+            (
+                part.report,
+                part.scores,
+                part.spans,
+                part.statistics,
+                RolloutsHeader.from_rollouts(part.rollouts),
+            )
+            for part in own
+        ]
         gathered = gather_objects(sent)
         for rank, others in enumerate(gathered):
             if rank != self.ranks.rank:  # the queue has the spans of its own requests already
-                self.spans += [span for _, _, spans, _ in others for span in spans]
+                self.spans += [span for _, _, spans, _, _ in others for span in spans]
         # Ranks have requests in runs, so one list after another is in the order of the requests.
         # Of the ranks that share tokens the first has scored them.
         scored = gathered[:: self.workers.context_parallel]
         values = iter(own)
         parts = []
         for request, owner, known in zip(requests, owners, chain(*scored), strict=True):
-            report, scores, spans, statistics = known
+            report, scores, spans, statistics, header = known
             part = next(values) if owner == self.row_ranks.rank else None
-            rollouts = RankValue(owner, len(request), part.rollouts if part else None)
+            rollouts = RankValue(owner, len(request), part.rollouts if part else None, header)
             images = RankValue(owner, len(request), part.images if part else None)
             parts.append(
                 ScoredRollouts(request, rollouts, images, report, scores, spans, statistics)

@@ -9,7 +9,7 @@ written is never taken, so the rest costs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,51 @@ from torch import Tensor
 
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.rollouts.generate import Rollouts, join_rollouts
-from ebbflow.training.distributed import Ranks, gather_objects
+from ebbflow.training.distributed import Ranks
 
 SHARED = ("sigmas", "steps")
 """Fields of a trajectory that have no row for each sample."""
+
+
+RowFormat = tuple[torch.Size, torch.dtype]
+"""Shape and type of a tensor's row."""
+
+
+@dataclass(frozen=True)
+class RolloutsHeader:
+    """What the ranks without the rollouts of a request know of them.
+
+    Attributes:
+        latents: of a sample.
+        log_probs: of all trained steps, [n, W]; None without a trajectory.
+        shared: the fields of the trajectory that have no row for each sample.
+        recorded: the format of all others but the log-probs.
+    """
+
+    latents: RowFormat
+    log_probs: Tensor | None
+    shared: dict[str, Any]
+    recorded: dict[str, RowFormat]
+
+    @staticmethod
+    def from_rollouts(rollouts: Rollouts) -> RolloutsHeader:
+        trajectory = rollouts.trajectory
+        if trajectory is None:
+            return RolloutsHeader(_describe_row(rollouts.latents), None, {}, {})
+        return RolloutsHeader(
+            _describe_row(rollouts.latents),
+            trajectory.log_probs,
+            {name: getattr(trajectory, name) for name in SHARED},
+            {
+                name: _describe_row(value)
+                for name, value in trajectory.list_columns().items()
+                if name not in (*SHARED, "log_probs")
+            },
+        )
+
+
+def _describe_row(value: Tensor) -> RowFormat:
+    return value.shape[1:], value.dtype
 
 
 @dataclass(frozen=True)
@@ -35,11 +76,13 @@ class RankValue:
 
     Attributes:
         owner: number of the rank among those with rows of their own (``Policy.row_ranks``).
+        header: what every rank knows of the value, where it is the rollouts of a request.
     """
 
     owner: int
     num_samples: int
     value: Any
+    header: RolloutsHeader | None = None
 
 
 class SampleExchange:
@@ -60,7 +103,7 @@ class SampleExchange:
 
     def __init__(self, handles: Sequence[RankValue], context_parallel: int = 1) -> None:
         """Args:
-        handles: the rollouts of each request of the step, as ``Rollouts``.
+        handles: the rollouts of each request of the step, as ``Rollouts``, with their headers.
         context_parallel: as of ``Policy``.
         """
         self.context_parallel = context_parallel
@@ -71,7 +114,8 @@ class SampleExchange:
         # Which samples each rank has; every rank keeps the books of all, so none has to ask.
         self.held = self.owners == np.arange(self.ranks.world)[:, None]  # [world, N]
         own = [handle.value for handle in handles if handle.owner == self.ranks.rank]
-        self.rollouts = self._build_rollouts(join_rollouts(own) if own else None)
+        headers = [handle.header for handle in handles if handle.header is not None]
+        self.rollouts = self._build_rollouts(headers, join_rollouts(own) if own else None)
 
     def bring(self, wanted: Sequence[np.ndarray]) -> None:
         """Send every rank the samples that it wants and has not; all ranks call it alike.
@@ -124,51 +168,24 @@ class SampleExchange:
         names = sorted(set(recorded) - {*SHARED, "log_probs"})
         return [self.rollouts.latents, *(recorded[name] for name in names)]
 
-    def _build_rollouts(self, own: Rollouts | None) -> Rollouts:
+    def _build_rollouts(self, headers: Sequence[RolloutsHeader], own: Rollouts | None) -> Rollouts:
         """Build the tensors of all samples, with the rows of this rank's and everyone's
         log-probs.
         """
-        trajectory = own.trajectory if own else None
-        gathered = gather_objects(
-            {
-                "latents": _describe_rows(own.latents) if own else None,
-                "log_probs": None if trajectory is None else trajectory.log_probs,
-                "shared": {name: getattr(trajectory, name) for name in SHARED}
-                if trajectory
-                else {},
-                "recorded": {
-                    name: _describe_rows(value)
-                    for name, value in (trajectory.list_columns() if trajectory else {}).items()
-                    if name not in (*SHARED, "log_probs")
-                },
-            }
-        )[:: self.context_parallel]
-        # A rank may have generated nothing: the first sample's owner knows the shapes.
-        known = gathered[int(self.owners[0])]
-        rollouts = Rollouts(self._allocate(*known["latents"]), None)
-        if known["shared"]:
-            fields = {
-                name: self._allocate(*description)
-                for name, description in known["recorded"].items()
-            }
-            log_probs = self._allocate(known["log_probs"].shape[1:], known["log_probs"].dtype)
-            for rank, part in enumerate(gathered):
-                if part["log_probs"] is not None:
-                    log_probs[torch.from_numpy(self.owners == rank)] = part["log_probs"]
-            rollouts = replace(
-                rollouts, trajectory=Trajectory(**known["shared"], **fields, log_probs=log_probs)
-            )
+        first = headers[0]
+        trajectory = None
+        if first.shared:
+            fields = {name: self._allocate(row) for name, row in first.recorded.items()}
+            log_probs = torch.cat([h.log_probs for h in headers if h.log_probs is not None])
+            trajectory = Trajectory(**first.shared, **fields, log_probs=log_probs)
+        rollouts = Rollouts(self._allocate(first.latents), trajectory)
         if own:
             mine = torch.from_numpy(self.owners == self.ranks.rank)
             rollouts.latents[mine] = own.latents
-            for name in known["recorded"]:
-                getattr(rollouts.trajectory, name)[mine] = getattr(trajectory, name)
+            for name in first.recorded:
+                getattr(trajectory, name)[mine] = getattr(own.trajectory, name)
         return rollouts
 
-    def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, row: RowFormat) -> Tensor:
+        shape, dtype = row
         return torch.empty((len(self.owners), *shape), dtype=dtype)
-
-
-def _describe_rows(value: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Return the shape and type of a row."""
-    return value.shape[1:], value.dtype

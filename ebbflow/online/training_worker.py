@@ -317,10 +317,9 @@ def _train_on_samples(
             # Predictions with the rollout's graphs come in the rollout's own passes, each of them a
             # group: their graphs cannot be cut otherwise.
             passes = int(rows.group_index[-1]) + 1
-        update_metrics = updater.update_policy(rows, passes, prompt_sets)
-        if len(groups) < ranks.world and "grad_variance" in update_metrics:
-            # Every rank had all groups, and each counted as another row.
-            update_metrics["grad_variance"] /= ranks.world
+        # With fewer groups than ranks every rank has all of them.
+        num_repeats = ranks.world if len(groups) < ranks.world else 1
+        update_metrics = updater.update_policy(rows, passes, prompt_sets, num_repeats)
         updates.append(earlier_metrics | update_metrics)
     metrics = kind.summarise_first_update(updates[0]) if updates else {}
     # Only before the first update of a stage should the ratio be 1: no weight has moved.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from ebbflow.algorithms.base import RowMetrics, mean_per_row
 from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import RowBatch
-from ebbflow.training.distributed import sum_over_processes
+from ebbflow.training.distributed import Ranks, sum_over_processes
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy import Policy
 
@@ -39,13 +39,16 @@ class PassResults:
         rows: loss and metrics, each a list of [m] tensors.
         gradient_is_finite: of the loss with respect to the velocity of each row, a list of bool
             [m].
-        first_norm: of the gradient of the first part alone, scaled to a mean; None where there is
-            one part.
+        num_parts: parts of about as many rows that the batches of all processes fall into; the norm
+            of the first one is known.
+        first_norm: of the mean gradient of the first part, of each process its own or of all the
+            same; None where there is one part.
         drift: mean (v - v_base)^2 of the rows where the base's prediction is known, a list of [m].
     """
 
     rows: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     gradient_is_finite: list[Tensor] = field(default_factory=list)
+    num_parts: int = 1
     first_norm: Tensor | None = None
     drift: list[Tensor] = field(default_factory=list)
 
@@ -70,7 +73,7 @@ class PassResults:
 
     def read_numbers(self, norm: Tensor, total: int) -> tuple[dict[str, float], float, float]:
         """Return the metrics, averaged over the ``total`` rows of all processes, ``norm``, and the
-        norm of the first pass.
+        norm of the first part.
 
         All of them come from the device at once: each read by itself would be one more wait for it.
         """
@@ -81,16 +84,16 @@ class PassResults:
             # Processes watch different numbers of rows, so their number is summed as well.
             drift = torch.cat(self.drift)
             sums += [drift.double().sum(), torch.full_like(sums[0], len(drift))]
+        # Each process has measured a part, so the squares are averaged. ``to``: the gradients of
+        # offloaded shards are in main memory.
         first_norm = norm if self.first_norm is None else self.first_norm
-        # ``to``: the gradients of offloaded shards are in main memory.
-        values = torch.cat(
-            [sum_over_processes(torch.stack(sums)), torch.stack([norm, first_norm]).to(sums[0])]
-        )
-        *numbers, norm_value, first_norm_value = values.tolist()
+        sums.append(first_norm.to(sums[0]) ** 2 / Ranks.current().world)
+        values = torch.cat([sum_over_processes(torch.stack(sums)), norm.to(sums[0])[None]])
+        *numbers, first_norm_squared, norm_value = values.tolist()
         means = {name: number / total for name, number in zip(names, numbers, strict=False)}
         if self.drift:
             means["velocity_drift"] = numbers[-2] / numbers[-1]
-        return means, norm_value, first_norm_value
+        return means, norm_value, math.sqrt(first_norm_squared)
 
     def average_teacher_metrics(self, teacher_rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Average ``kl/teacher`` over the rows of each teacher and all processes; a teacher without
@@ -123,8 +126,26 @@ class PassResults:
         )
 
 
+def find_teacher_rows(
+    batch: RowBatch, prompt_sets: Mapping[int, str], teacher_copies: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the rows that each teacher teaches, by its copy, where prompt sets have their own.
+
+    Example: {"teacher:glyphs": tensor([0, 1, 4]), "teacher:scenes": tensor([2, 3])}
+    """
+    teachers = [teacher_copy_name(prompt_sets[i]) for i in batch.keys.prompt_ids]
+    return {
+        copy: torch.tensor(
+            [row for row, teacher in enumerate(teachers) if teacher == copy],
+            dtype=torch.int64,
+            device=batch.weight.device,
+        )
+        for copy in teacher_copies
+    }
+
+
 def compute_gradient_metrics(
-    norm: float, first_norm: float, passes: int, total: int
+    norm: float, first_norm: float, num_parts: int, total: int
 ) -> dict[str, float]:
     """Compute the norm before clipping, and how much single samples disagree.
 
@@ -134,8 +155,8 @@ def compute_gradient_metrics(
     at its average.
     """
     metrics = {"grad_norm": norm}
-    if passes > 1:  # one pass is the whole batch, and 1/B_small - 1/B is 0
-        small = total / passes
+    if num_parts > 1:  # one part is the whole batch, and 1/B_small - 1/B is 0
+        small = total / num_parts
         metrics["grad_variance"] = (first_norm**2 - norm**2) / (1 / small - 1 / total)
     return metrics
 

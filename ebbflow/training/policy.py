@@ -149,6 +149,13 @@ class Policy:
         return Ranks.current().row_ranks(self.context_parallel)
 
     @property
+    def has_whole_gradients(self) -> bool:
+        """Whether a backward pass leaves the gradient of this process's rows: shards sum them over
+        processes in parts, and a process that shares tokens has that of its own tokens.
+        """
+        return not self.sharded and self.context_parallel == 1
+
+    @property
     def gradient_factor(self) -> int:
         """The factor of a row's loss, beside one over the rows that all processes count, with which
         gradients are those of the mean over all rows.

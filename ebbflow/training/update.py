@@ -26,7 +26,7 @@ from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
 from ebbflow.training.distributed import Ranks, sum_over_processes
 from ebbflow.training.drift import choose_drift_stride
-from ebbflow.training.gradients import TrainingError, compute_gradient_norm
+from ebbflow.training.gradients import TrainingError, add_gradient, compute_gradient_norm
 from ebbflow.training.latent_losses import (
     LatentShare,
     join_latent_losses,
@@ -38,6 +38,7 @@ from ebbflow.training.pass_results import (
     PassResults,
     build_non_finite_error,
     compute_gradient_metrics,
+    find_teacher_rows,
 )
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress
@@ -194,7 +195,11 @@ class PolicyUpdater:
         return {"reference/reset": float(bool(is_due))}
 
     def update_policy(
-        self, batch: RowBatch, passes: int, prompt_sets: Mapping[int, str] | None = None
+        self,
+        batch: RowBatch,
+        passes: int,
+        prompt_sets: Mapping[int, str] | None = None,
+        num_repeats: int = 1,
     ) -> dict[str, float]:
         """Take one optimiser step on the mean loss over all rows of all processes.
 
@@ -204,6 +209,7 @@ class PolicyUpdater:
                 each).
             prompt_sets: the set of each prompt, by its id, where prompt sets have their own
                 teachers.
+            num_repeats: processes that have the same rows, all of which the metrics count.
 
         Returns:
             The algorithm's metrics, averaged over the rows, and the gradient's.
@@ -218,13 +224,13 @@ class PolicyUpdater:
             total = int(sum_over_processes(torch.tensor(total, device=batch.weight.device)))
         teacher_rows: Mapping[str, Tensor] = {}
         if self.teacher_copies and prompt_sets:
-            teacher_rows = self._find_teacher_rows(batch, prompt_sets)
+            teacher_rows = find_teacher_rows(batch, prompt_sets, self.teacher_copies)
 
         # Gradients of the mean loss. In float16 they may overflow: then all passes are repeated
         # with half the loss scale, on the same rows, so that a step is slower but never skipped. A
         # loss that is not finite itself is no overflow, and no scale helps.
         while True:
-            results = self._run_passes(batch, slices, total, teacher_rows)
+            results = self._run_passes(batch, slices, total, teacher_rows, num_repeats)
             norm = compute_gradient_norm(self.policy)
             means, norm_value, first_norm = results.read_numbers(norm, total)
             loss_is_finite = all(map(math.isfinite, means.values()))
@@ -240,12 +246,13 @@ class PolicyUpdater:
         self._note_due_reset(means)
         # Not every update measures the drift; those that do not report the last value.
         self.drift = means.setdefault("velocity_drift", self.drift)
-        # Processes that share the tokens of a row have all counted it.
-        num_distinct_rows = total // self.policy.context_parallel
+        # Processes that share the tokens of a row have all counted it, as those that have the same
+        # rows have.
+        num_distinct_rows = total // (self.policy.context_parallel * num_repeats)
         return (
             means
             | results.average_teacher_metrics(teacher_rows)
-            | compute_gradient_metrics(norm_value, first_norm, passes, num_distinct_rows)
+            | compute_gradient_metrics(norm_value, first_norm, results.num_parts, num_distinct_rows)
             | {"lr": self.optimizer.param_groups[0]["lr"]}
             | ({"anchor/loss": float(self.anchor_loss)} if self.anchor else {})
             | self._check_drift(self.drift)
@@ -276,32 +283,17 @@ class PolicyUpdater:
         if ema:
             self.policy.blend_copy("ema", ema.decay_after_step(self.version + self.updates))
 
-    def _find_teacher_rows(
-        self, batch: RowBatch, prompt_sets: Mapping[int, str]
-    ) -> dict[str, Tensor]:
-        """Return the rows that each teacher teaches, by its copy, where prompt sets have their own.
-
-        Example: {"teacher:glyphs": tensor([0, 1, 4]), "teacher:scenes": tensor([2, 3])}
-        """
-        teachers = [teacher_copy_name(prompt_sets[i]) for i in batch.keys.prompt_ids]
-        return {
-            copy: torch.tensor(
-                [row for row, teacher in enumerate(teachers) if teacher == copy],
-                dtype=torch.int64,
-                device=batch.weight.device,
-            )
-            for copy in self.teacher_copies
-        }
-
     def _run_passes(
-        self, batch: RowBatch, slices: list[slice], total: int, teacher_rows: Mapping[str, Tensor]
+        self,
+        batch: RowBatch,
+        slices: list[slice],
+        total: int,
+        teacher_rows: Mapping[str, Tensor],
+        num_repeats: int,
     ) -> PassResults:
         """Run forward and backward over every slice of rows (gradient accumulation); the gradients
         are left in the parameters.
         """
-        # The mean over ALL rows, not the mean of the passes' means: passes and processes may have
-        # different numbers of rows, and a row must count the same in each.
-        weight = self.loss_scale * self.policy.gradient_factor / total
         self.optimizer.zero_grad(set_to_none=True)
 
         # What needs no gradient comes first, for all slices at once, so that each copy is swapped
@@ -310,7 +302,11 @@ class PolicyUpdater:
         anchor = self._predict_anchor(batch.inputs, slices, copies)
         base_velocity, drift_stride = self._predict_base(batch.inputs, slices, copies)
 
-        results = PassResults()
+        # Parts of which the gradient's norm is known: the first pass, of each process its own or of
+        # all together.
+        has_own_part = self.policy.has_whole_gradients
+        num_measuring = self.policy.row_ranks.world // num_repeats if has_own_part else 1
+        results = PassResults(num_parts=len(slices) * num_measuring)
         for part in slices:
             # An update that goes back through the rollout's own passes has its predictions. They
             # are removed, because their graph is freed by the backward pass: a repeated pass
@@ -326,20 +322,19 @@ class PolicyUpdater:
             loss, metrics = self._compute_loss(
                 batch, part, velocity, copy_velocities, None if anchor is None else anchor[part]
             )
-            # Adapters' gradients are summed over processes in the last pass, not in every one; also
-            # in the first, because its norm alone is needed below.
-            self.policy.set_gradient_reduction(part in (slices[0], slices[-1]))
-            (loss.sum() * weight).backward()
-            if part in (slices[0], slices[-1]):
-                self.policy.average_gradients()
+            norm = add_gradient(
+                self.policy,
+                loss,
+                total,
+                self.loss_scale,
+                is_measured=part == slices[0] and results.num_parts > 1,
+                is_last=part == slices[-1],
+            )
+            if norm is not None:
+                results.first_norm = norm
             results.add_pass(loss, metrics, velocity)
             if base_velocity is not None:
                 results.add_drift(velocity, base_velocity, part.start, drift_stride)
-            if part == slices[0] and len(slices) > 1:
-                # The gradient of the first pass, rescaled from its share of the total to its mean.
-                norm = compute_gradient_norm(self.policy, self.loss_scale)
-                num_rows = sum_over_processes(loss.new_tensor(len(loss)))
-                results.first_norm = norm * total / num_rows
         if self.anchor:
             self.policy.set_gradient_reduction(True)
             self.anchor_loss = self.anchor.add_gradient(self, self.loss_scale)

@@ -198,6 +198,17 @@ def taught(base: Path, ranks: Ranks) -> dict[str, float]:
     return updater.update_policy(forward_rows(model, updater.stage, ALONE, *share), 2, sets)
 
 
+def take_replicated_step(base: Path, rows: tuple[int, int], replicas: int) -> dict[str, float]:
+    """Metrics of a step of one pass on these rows, where every process has the whole model."""
+    policy = Policy(load_model(base), LORA, 0, shard=replicas > 1, replicas=replicas)
+    policy.ensure_copy("old")
+    updater = PolicyUpdater(policy, stage_of(NFT), optimizer=sgd(policy))
+    batch = forward_rows(policy.model, updater.stage, ALONE, *rows)
+    with patch.object(policy, "average_gradients", wraps=policy.average_gradients) as average:
+        metrics = updater.update_policy(batch, 1)
+    return metrics | {"reductions": average.call_count}
+
+
 def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
     """Join the group that the environment announces, train every case, and save an untrained
     policy.
@@ -209,6 +220,8 @@ def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
         }
         said["rounded"] = rounded_gradients(base, ranks)
         said["taught"] = taught(base, ranks)
+        half = [(0, 3), (3, 6)][ranks.rank]
+        said["replicated"] = take_replicated_step(base, half, ranks.world)
         said |= {
             expert: velocities_of_experts(experts, ranks, expert)
             for expert in ("high_noise", "both")
@@ -331,6 +344,21 @@ def test_processes_learn_together_where_their_rows_are_of_different_teachers(
     for said in together:
         assert said | {"grad_variance": 0} == pytest.approx(alone | {"grad_variance": 0}, rel=1e-4)
     assert alone["kl/teacher/a"] != pytest.approx(alone["kl/teacher/b"], rel=1e-2)
+
+
+def test_replicas_measure_the_variance_by_the_gradients_of_their_own_rows(
+    base_folder, two_processes
+):
+    halves = [take_replicated_step(base_folder, rows, 1) for rows in ((0, 3), (3, 6))]
+    whole = take_replicated_step(base_folder, (0, 6), 1)
+    assert "grad_variance" not in whole
+    norm_of_half = sum(half["grad_norm"] ** 2 for half in halves) / 2
+    expected = (norm_of_half - whole["grad_norm"] ** 2) / (1 / 3 - 1 / 6)
+    for rank in range(2):
+        said = json.loads((two_processes / f"said-{rank}.json").read_text())["replicated"]
+        assert said["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+        assert said["grad_variance"] == pytest.approx(expected, rel=1e-3)
+        assert said["reductions"] == 1  # none for the part that is measured
 
 
 def test_two_processes_save_the_same_adapters_as_the_same_bytes(two_processes):

@@ -27,6 +27,7 @@ from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.batches import ForwardBatch, ForwardInputs
+from ebbflow.training.distributed import Ranks
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import move
 
@@ -130,6 +131,8 @@ def linear_policy(elements):
         use_copy=lambda name: nullcontext(),
         set_gradient_reduction=lambda wanted: None,
         average_gradients=lambda: None,
+        has_whole_gradients=True,
+        row_ranks=Ranks(0, 1),
         keep_gathered=nullcontext,
         config=PolicyConfig(),
         context_parallel=1,
