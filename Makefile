@@ -14,7 +14,7 @@ MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)" 
 # A file on each core, in the order of tests/conftest.py.
 PYTEST := $(if $(MEMORY),TMPDIR=$(MEMORY) )$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20 -rsfE
 # Rooms whose results depend on what the CPU can do.
-NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online/test_loop.py online/test_modes.py rollouts training)
+NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online/test_loop.py online/test_modes.py online/test_step_batches.py rollouts training)
 # In addition to tests/faults: attacks and accidents that are tested in the room that withstands them.
 FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py pipeline/test_files.py pipeline/test_bad_input.py \
 	storage/test_artifacts.py rewards/test_server_limits.py recipe/test_secret_forms.py evaluation/test_gate.py \

@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
-from ebbflow.estimate.activations import activation_bytes
 from ebbflow.estimate.hours import estimate_hours
 from ebbflow.estimate.memory import Memory
 from ebbflow.estimate.run import count_trained_parameters, estimate_from_sizes, estimate_recipe
@@ -21,7 +20,6 @@ from ebbflow.models.sizes import measure_model
 from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe.registry import REWARDS
-from ebbflow.rewards.base import Reward
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
@@ -335,80 +333,6 @@ def test_rollouts_merge_adapters_where_no_trajectory_is_recorded(tiny_recipe, ke
         assert found == {"text encoding": False, "evaluation": True} | of_stage
 
 
-def gradient_stage(algorithm, **stage):
-    return {
-        "kind": "online",
-        "algorithm": algorithm,
-        "sampler": {"name": "ode", "steps": 3},
-        "micro_batch": 3,
-    } | stage
-
-
-PICKSCORE = {"rewards": ["pickscore"], "guardrails": ["clipscore"]}
-RAY = {"placement": "ray", "resources": {"training": {"count": 2}}}
-
-
-def test_the_gradient_of_the_reward_goes_through_the_vae_and_the_reward_s_network(tiny_recipe):
-    def activations(algorithm, **recipe):
-        made = estimate_recipe(tiny_recipe("sd3", stages=[gradient_stage(algorithm)], **recipe))
-        return made.memory["1.1 online training"].activations, made
-
-    jumped, made = activations({"name": "refl"}, **PICKSCORE)
-    sizes = made.sizes
-    pixels = made.sample.pixels
-    network = activation_bytes(sizes, made.sample.tokens, "float32", checkpointing=False) * 3
-    images = 3 * (sizes.decoding_with_gradient * pixels + 34 * 2 * 257 * 1280 * 32)
-    assert jumped == 4 * sizes.vae + network + images
-    assert activations({"name": "draft", "last_steps": 2}, **PICKSCORE)[0] == 4 * sizes.vae + max(
-        network, images
-    )
-
-
-class OfLatents(Reward):
-    scores = "latents"
-
-    def __call__(self, latents, prompts):
-        raise NotImplementedError
-
-
-class LargeReward(Reward):
-    has_gradient = True
-    network_bytes = 3 * 10**9
-    gradient_bytes = 10**12
-
-    def __call__(self, images, prompts):
-        raise NotImplementedError
-
-    def score_with_gradient(self, images, prompts):
-        raise NotImplementedError
-
-
-class UndeclaredReward(LargeReward):
-    network_bytes = None
-    gradient_bytes = None
-
-
-class RewardWithoutNetwork(LargeReward):
-    network_bytes = 0
-    gradient_bytes = 0
-
-
-def test_the_declared_memory_of_a_users_own_reward_is_counted(tiny_recipe):
-    own = {"name": "custom", "path": f"{__name__}:LargeReward"}
-
-    def training_memory(**keys):
-        stages = [gradient_stage({"name": "refl"}, **RAY)]
-        memory = estimate_recipe(tiny_recipe("sd3", stages=stages, **keys)).memory
-        return memory["1.1 online training"], memory["evaluation"]
-
-    with_own, evaluation_with_own = training_memory(rewards=[own, "recognizer"], guardrails=[])
-    without, evaluation_without = training_memory(rewards=["recognizer"], guardrails=[])
-    assert with_own.others - without.others == LargeReward.network_bytes
-    assert evaluation_with_own.others - evaluation_without.others == LargeReward.network_bytes
-    # The stage trains on micro-batches of three images.
-    assert with_own.activations - without.activations == 3 * LargeReward.gradient_bytes
-
-
 def test_text_encoders_that_do_not_fit_take_the_place_of_the_weights(tiny_recipe):
     estimate = estimate_recipe(tiny_recipe("sd3"))
     memory = dataclasses.replace(
@@ -423,102 +347,6 @@ def test_text_encoders_that_do_not_fit_take_the_place_of_the_weights(tiny_recipe
         dataclasses.replace(estimate, memory=estimate.memory | {"text encoding": memory})
     )
     assert "Text encoding takes 60.00 GiB where it does not fit" in described
-
-
-def test_a_users_own_reward_that_declares_no_memory_is_named(tiny_recipe):
-    def describe(reward):
-        rewards = [{"name": "custom", "path": f"{__name__}:{reward.__name__}"}]
-        stages = [gradient_stage({"name": "refl"}, **RAY)]
-        recipe = tiny_recipe("sd3", stages=stages, rewards=rewards)
-        return describe_estimate(estimate_recipe(recipe))
-
-    undeclared = "The reward UndeclaredReward declares no network_bytes and no gradient_bytes"
-    assert describe(UndeclaredReward).count(undeclared) == 1
-    assert "declares no" not in describe(LargeReward)
-    assert "declares no" not in describe(RewardWithoutNetwork)
-
-
-def test_a_reward_of_latents_needs_no_decoder(tiny_recipe):
-    def activations(*rewards):
-        stages = [gradient_stage({"name": "refl"}, **RAY)]
-        return (
-            estimate_recipe(tiny_recipe("sd3", stages=stages, rewards=list(rewards)))
-            .memory["1.1 online training"]
-            .activations
-        )
-
-    of_latents = {"name": "custom", "path": f"{__name__}:OfLatents"}
-    sizes, sample = measure_model(tiny_recipe("sd3").model)
-    assert activations(of_latents) == 3 * activation_bytes(
-        sizes, sample.tokens, "float32", checkpointing=False
-    )
-    assert (
-        activations(of_latents, "recognizer") == activations("recognizer") > activations(of_latents)
-    )
-
-
-def test_every_rank_that_learns_from_the_gradient_has_the_reward_networks(tiny_recipe):
-    def others(algorithm, **stage):
-        memory = estimate_recipe(
-            tiny_recipe("sd3", stages=[gradient_stage(algorithm, **stage)], **PICKSCORE)
-        ).memory
-        return [memory[name].others for name in memory if name.startswith("1.1 online")]
-
-    pickscore = 4 * REWARDS["pickscore"].num_parameters
-    assert others({"name": "refl"}) == [pickscore]
-    assert others({"name": "refl"}, **RAY) == [pickscore, 0, pickscore]
-    assert others({"name": "dgpo"}, **RAY) == [0, 0, pickscore]
-
-
-def test_every_scored_frame_of_a_video_counts(tiny_recipe):
-    def activations(frames, **recipe):
-        stages = [gradient_stage({"name": "refl"}, **RAY)]
-        return (
-            estimate_recipe(tiny_recipe("wan", {"frames": frames}, stages=stages, **recipe))
-            .memory["1.1 online training"]
-            .activations
-        )
-
-    for frames, scored in ((5, 5), (17, 8)):
-        of_reward = activations(frames, **PICKSCORE) - activations(frames, rewards=["ocr"])
-        assert of_reward == 3 * scored * 34 * 2 * 257 * 1280 * 32
-
-
-def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
-    recipe = tiny_recipe("sd3", stages=[{"kind": "offline", "batch_size": 64}])
-    alone, four = (
-        estimate_recipe(recipe, count).memory["1.1 offline training"] for count in (1, 4)
-    )
-    block = alone.weights // measure_model(recipe.model)[0].blocks
-    assert four.weights == alone.weights // 4 + block
-    assert (four.optimizer, four.copies) == (alone.optimizer // 4, alone.copies // 4)
-    assert four.samples == alone.samples // 4
-    loaded = (alone.weights, alone.weights // 4)
-    assert (alone.loading, four.loading) == loaded, "a process reads its shard"
-
-
-def test_what_is_offloaded_waits_in_main_memory(tiny_recipe):
-    stages = [{"kind": "offline", "batch_size": 64}]
-    recipes = [tiny_recipe("sd3", model, stages=stages) for model in ({}, {"cpu_offload": True})]
-    sizes, _ = measure_model(recipes[0].model)
-    for processes in (1, 4):
-        held, waiting = (
-            estimate_recipe(recipe, processes).memory["1.1 offline training"] for recipe in recipes
-        )
-        assert held.offloaded == 0
-        moved = [
-            getattr(held, use) - getattr(waiting, use) for use in ("weights", "optimizer", "copies")
-        ]
-        assert sum(moved) == waiting.offloaded
-        shard = sizes.parameters // processes
-        whole = 4 * (sizes.parameters + sizes.buffers) // processes
-        assert moved == (
-            [0, 8 * shard, held.copies] if processes == 1 else [whole, 12 * shard, held.copies]
-        )
-    assert f"{waiting.offloaded / 2**30:.2f} GiB more in each" in describe_estimate(
-        estimate_recipe(recipes[1], 4)
-    )
-    assert "cpu_offload" not in describe_estimate(estimate_recipe(recipes[0], 4))
 
 
 def test_moments_of_8_bits_take_a_quarter_and_their_scales(tiny_recipe):
@@ -537,39 +365,6 @@ def test_moments_of_8_bits_take_a_quarter_and_their_scales(tiny_recipe):
     assert taken("adamw_8bit", **student)[0] == 2 * less - 4 * parameters
 
 
-def test_what_is_gathered_at_once_counts(tiny_recipe):
-    """Of the weights alone: blocks in 32 or 16 bits, one, two or all."""
-    stages = [{"kind": "offline", "batch_size": 64}]
-
-    def weights(processes, **fsdp):
-        recipe = tiny_recipe("sd3", {"precision": "bfloat16", "fsdp": fsdp}, stages=stages)
-        sizes, _ = measure_model(recipe.model)
-        return estimate_recipe(recipe, processes).memory["1.1 offline training"].weights, sizes
-
-    plain, sizes = weights(4)
-    numbers = sizes.parameters + sizes.buffers
-    blocks = sizes.blocks
-    whole = 4 * numbers + 2 * sizes.parameters  # and autocast's casts
-    assert plain == whole // 4 + whole // blocks
-    assert weights(4, prefetch=True)[0] == whole // 4 + whole * 2 // blocks
-    assert weights(4, keep_gathered=True)[0] == whole // 4 + whole
-    assert weights(4, gather="bfloat16")[0] == numbers + 2 * sizes.parameters // blocks
-    assert weights(1, keep_gathered=True)[0] == whole
-
-
-def test_processes_that_share_tokens_have_a_share_of_the_activations_of_more_samples(make_recipe):
-    recipe = make_recipe(offline={"batch_size": 16})
-    four, shared = (estimate_recipe(recipe, 4, context_parallel=count) for count in (1, 2))
-    memory, other = (made.memory["1.2 offline training"] for made in (four, shared))
-    assert (other.activations, other.samples) == (memory.activations / 2, memory.samples * 2)
-    assert dataclasses.replace(other, activations=0, samples=0) == dataclasses.replace(
-        memory, activations=0, samples=0
-    )
-    assert "stage: 4, 2 of them for each sample" in describe_estimate(shared)
-    alone = {name: value for name, value in four.memory.items() if name != "1.2 offline training"}
-    assert alone.items() <= shared.memory.items()
-
-
 def test_rollouts_in_8_bits_keep_a_byte_of_each_weight_beside_the_weights(make_recipe):
     stage = {
         "algorithm": {"name": "diffusion_nft"},
@@ -586,71 +381,6 @@ def test_rollouts_in_8_bits_keep_a_byte_of_each_weight_beside_the_weights(make_r
     assert len(names) == 1
     before, after = (made.memory[names[0]].activations for made in (exact, rounded))
     assert after - before == sum(inputs * outputs for inputs, outputs in linears)
-
-
-def test_colocated_processes_that_share_tokens_have_a_share_of_them(make_recipe):
-    stage = {"placement": "colocated", "prompts_per_step": 8}
-    recipe = make_recipe(online=stage)
-    four, shared = (estimate_recipe(recipe, 4, context_parallel=count) for count in (1, 2))
-    memory, other = (made.memory["1.1 online training"] for made in (four, shared))
-    # A pass of training needs more than one of rollouts here, and all of it is of tokens.
-    assert other.activations == pytest.approx(memory.activations / 2, rel=0.01)
-    # Twice as many rows of an update, and as many prompts of a pass.
-    assert memory.samples < other.samples < 2 * memory.samples
-    assert other.waiting > memory.waiting, "both have the samples that they share"
-    differing = {"activations": 0, "samples": 0, "waiting": 0}
-    assert dataclasses.replace(other, **differing) == dataclasses.replace(memory, **differing)
-    # An online stage in one process shares nothing.
-    alone = make_recipe(online={"prompts_per_step": 8})
-    assert (
-        estimate_recipe(alone, 4, context_parallel=2).memory["1.1 online training"]
-        == estimate_recipe(alone, 4).memory["1.1 online training"]
-    )
-
-
-def test_a_training_group_on_ray_shares_tokens_and_rollout_workers_do_not(make_recipe):
-    stage = {"placement": "ray", "resources": {"training": {"count": 4}}, "prompts_per_step": 8}
-    recipe = make_recipe(online=stage)
-    four, shared = (estimate_recipe(recipe, 2, context_parallel=count) for count in (1, 2))
-    memory, other = (made.memory["1.1 online training"] for made in (four, shared))
-    assert other.activations == pytest.approx(memory.activations / 2, rel=0.01)
-    assert other.samples > memory.samples
-    for name in ("1.1 online rollout", "1.1 online rewards"):
-        assert shared.memory[name] == four.memory[name]
-
-
-def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe):
-    """FSDP2 shards the trained one alone."""
-    stages = [
-        {"kind": "offline"},
-        {"kind": "online", "placement": "ray", "resources": {"training": {"count": 4}}},
-    ]
-    recipe = tiny_recipe("sd3", stages=stages)
-    sizes, sample = measure_model(recipe.model)
-    without, with_frozen = (
-        estimate_from_sizes(recipe, 4, dataclasses.replace(sizes, frozen=frozen), sample).memory
-        for frozen in (0, 1000)
-    )
-    for label in ("1.1 offline training", "1.2 online training"):
-        more = {use: getattr(without[label], use) + 4 * 1000 for use in ("weights", "loading")}
-        # Encoders come beside it, unless they take the place of weights that are whole.
-        assert with_frozen[label].encoding >= without[label].encoding
-        more["encoding"] = with_frozen[label].encoding
-        assert with_frozen[label] == dataclasses.replace(without[label], **more)
-
-
-def test_nodes_share_the_model_or_have_a_replica_each(make_recipe):
-    recipe = make_recipe()
-    four, two = (estimate_recipe(recipe, count).memory["1.2 offline training"] for count in (4, 2))
-    on_two_nodes = estimate_recipe(recipe, 2, nodes=2)
-    assert on_two_nodes.memory["1.2 offline training"] == four
-    replicas = estimate_recipe(recipe, 2, nodes=2, sharding="hybrid")
-    assert replicas.memory["1.2 offline training"] == dataclasses.replace(two, samples=four.samples)
-    assert "stage: 2 on each of 2 nodes, with a replica of the model each" in describe_estimate(
-        replicas
-    )
-    alone = estimate_hours(estimate_recipe(recipe, 2), 100)["1.2 offline"]
-    assert estimate_hours(on_two_nodes, 100)["1.2 offline"].wall < alone.wall
 
 
 def test_what_is_loaded_before_it_is_shared_counts():

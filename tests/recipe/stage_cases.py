@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 
 from ebbflow.recipe import Recipe, RecipeError
+from ebbflow.recipe.registry import ALGORITHMS
 
 BYPASS = {"mode": "bypass", "weights": "none"}
+CONFIGS = ALGORITHMS
+TRAJECTORY = [name for name, config in CONFIGS.items() if config.kind == "trajectory"]
+FORWARD = [name for name, config in CONFIGS.items() if config.kind == "forward"]
+GRADIENT = [
+    name
+    for name, config in CONFIGS.items()
+    if config.kind in ("gradient", "reward_gradient", "direct_align")
+]
+STOCHASTIC = ["flow_sde", "dance_sde", "cps"]
 
 
 NEEDS = {
@@ -41,6 +51,3 @@ def problem(stage):
     with pytest.raises(RecipeError) as error:
         resolved(stage)
     return str(error.value)
-
-
-# Refusals: each says what does not fit and what would.

@@ -6,36 +6,21 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from recipe_cases import SHIPPED, WRITTEN, one_stage, problem
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import Strict
-from ebbflow.recipe.digest import compute_digest, select_set_keys
 from ebbflow.recipe.guardrails import MIN_PROMPTS
 from ebbflow.recipe.key_docs import group_keys, read_field_docs
 from ebbflow.recipe.promotion import GuardrailToleranceConfig
-from ebbflow.recipe.prompts import PromptsConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from tests.nested import paths, replaced
-
-SHIPPED = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
-
-
-def problem(data):
-    """What is wrong with a recipe, in its own words."""
-    with pytest.raises(RecipeError) as error:
-        Recipe.model_validate(data)
-    return str(error.value)
-
-
-def one_stage(**stage):
-    return {"stages": [stage]}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -282,139 +267,6 @@ def test_a_recipe_never_changes():
         recipe.stages[0].optimizer.lr = 0.0
 
 
-WRITTEN = {
-    "name": "x",
-    "seed": 4,
-    "stages": [
-        {"kind": "online", "steps": 3, "optimizer": {"lr": 1e-4, "weight_decay": 0.1}},
-        {"kind": "offline"},
-    ],
-    "rewards": [{"name": "ocr", "weight": 2}, {"name": "similarity"}],
-    "guardrails": [],
-}
-
-
-def reversed_keys(value):
-    if isinstance(value, dict):
-        return {key: reversed_keys(value[key]) for key in reversed(value)}
-    return [reversed_keys(item) for item in value] if isinstance(value, list) else value
-
-
-def test_the_digest_is_that_of_the_meaning():
-    recipe = Recipe.model_validate(WRITTEN)
-    assert Recipe.model_validate(reversed_keys(WRITTEN)).digest == recipe.digest
-    assert Recipe.model_validate(recipe.model_dump()).digest == recipe.digest
-    assert (
-        Recipe.model_validate(WRITTEN | {"threads": 1}).digest == recipe.digest
-    )  # the default, written out
-    assert (
-        Recipe.model_validate(WRITTEN | {"stages": WRITTEN["stages"][::-1]}).digest != recipe.digest
-    )
-    digests = [
-        Recipe.model_validate(WRITTEN | change).digest
-        for change in ({"seed": 5}, {"output": "y"}, {"rounds": 2})
-    ]
-    assert len({recipe.digest, *digests}) == 4
-
-
-@pytest.mark.parametrize(
-    ("recipe", "digest"),
-    [
-        (Recipe(), "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"),
-        (
-            load_recipe(SHIPPED[0].with_name("glyph.yaml")),
-            "8ea7d02a3205d92eab0051174db76da9935566c429fa673d4f148793dfdcc23b",
-        ),
-    ],
-    ids=["defaults", "glyph"],
-)
-def test_a_new_key_leaves_the_digest_as_it_was(recipe, digest):
-    """A run that was killed goes on, and an older one can be replayed, only with its own digest.
-    Where a default changes on purpose, the changelog says that digests change.
-    """
-    assert recipe.digest == digest, select_set_keys(recipe)
-
-
-class Leaf(Strict):
-    size: int = 1
-
-
-class Branch(Strict):
-    kind: Literal["branch"] = "branch"
-    leaf: Leaf = Leaf()
-    leaves: list[Leaf] = []
-    options: dict[str, Any] = {}
-
-
-class LaterLeaf(Leaf):
-    colour: str | None = None
-
-
-class LaterBranch(Branch):
-    leaf: LaterLeaf = LaterLeaf()
-    leaves: list[LaterLeaf] = []
-    names: list[str] = []
-    other: LaterLeaf = LaterLeaf()
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        {"leaf": {"size": 1}},
-        {"leaf": {"size": 2}},
-        {"leaves": [{}, {"size": 3}]},
-        {"options": {"size": 1}},
-    ],
-)
-def test_new_keys_with_their_defaults_change_no_digest(keys):
-    branch = Branch.model_validate(keys)
-    assert compute_digest(LaterBranch.model_validate(keys)) == compute_digest(branch)
-    written_out = LaterBranch.model_validate(keys).model_dump()
-    assert compute_digest(LaterBranch.model_validate(written_out)) == compute_digest(branch)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"leaf": {"size": 2}},
-        {"leaf": {"colour": "green"}},
-        {"leaves": [{}]},
-        {"leaves": [{"colour": "green"}]},
-        {"options": {"size": 1}},
-        {"names": [""]},
-        {"other": {"size": 2}},
-    ],
-)
-def test_a_changed_value_changes_the_digest(changed):
-    digests = {compute_digest(LaterBranch.model_validate(keys)) for keys in ({}, changed)}
-    assert len(digests) == 2
-
-
-def test_keys_at_their_defaults_are_not_set_but_logged():
-    recipe = Recipe.model_validate({"seed": 3, "threads": 1})
-    assert select_set_keys(recipe) == {"seed": 3}
-    assert json.loads(recipe.canonical_json).keys() == Recipe.model_fields.keys()
-
-
-def test_stages_that_leave_everything_out_differ_by_their_kind():
-    online, offline = (
-        Recipe.model_validate({"stages": [{"kind": kind}]}) for kind in ("online", "offline")
-    )
-    assert select_set_keys(online)["stages"][0]["kind"] == "online"
-    assert online.digest != offline.digest
-
-
-def test_the_digest_tells_a_tree_that_is_left_out_from_the_default_one():
-    stage = {"kind": "online", "algorithm": {"name": "branch_grpo"}}
-    with_tree, without = (
-        Recipe.model_validate({"stages": [stage | given]}) for given in ({}, {"tree": None})
-    )
-    assert with_tree.digest != without.digest
-    assert Recipe.model_validate_json(without.canonical_json) == without
-    assert Recipe.model_validate_json(with_tree.canonical_json) == with_tree
-
-
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
 def test_a_file_is_what_it_says(tmp_path, suffix):
     path = tmp_path / f"recipe{suffix}"
@@ -541,167 +393,6 @@ def test_every_key_of_a_stage_is_in_one_group() -> None:
     assert groups["algorithm, loss and optimiser"][0] == "algorithm"
     keys = [key for group in groups.values() for key in group]
     assert sorted(keys) == sorted(OnlineStageConfig.model_fields)
-
-
-@pytest.mark.parametrize(
-    ("weights", "prompts", "counts"),
-    [
-        ([1], 5, [5]),
-        ([3, 1], 8, [6, 2]),
-        ([1, 1, 1], 8, [3, 3, 2]),
-        ([0.5, 0.3, 0.2], 7, [4, 2, 1]),
-        ([9, 1], 4, [4, 0]),
-    ],
-)
-def test_prompt_sets_have_whole_shares(weights, prompts, counts):
-    """3.5, 2.1 and 1.4 of 7: the largest remainder is the first's."""
-    sets = [{"source": f"{index}.txt", "weight": weight} for index, weight in enumerate(weights)]
-    assert list(PromptsConfig(mixture=sets).count_by_prompt_set(prompts).values()) == counts
-    assert PromptsConfig().count_by_prompt_set(prompts) == {}
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        (
-            {"source": "a.txt", "mixture": [{"source": "b.txt"}]},
-            "source and mixture both name files",
-        ),
-        ({"mixture": [{"source": "x/a.txt"}, {"source": "y/a.txt"}]}, "mixture has a.txt twice"),
-        (
-            {"mixture": [{"source": "a.txt", "weight": 99}, {"source": "b.txt"}]},
-            "stages.0.prompts_per_step = 8 gives the prompt set b",
-        ),
-    ],
-)
-def test_a_mixture_that_cannot_be_is_explained(prompts, message):
-    with pytest.raises(RecipeError, match=message):
-        Recipe.model_validate({"prompts": prompts})
-
-
-def taught(teachers, *sets):
-    stage = {"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}}
-    return {
-        "prompts": {"mixture": [{"name": name, "source": f"{name}.txt"} for name in sets]},
-        "stages": [stage],
-    }
-
-
-def test_every_prompt_set_may_have_its_own_teacher():
-    recipe = Recipe.model_validate(
-        taught({"words": "s3://bucket/a", "signs": "b"}, "signs", "words")
-    )
-    assert recipe.stages[0].hyper_parameters.teachers == {"words": "s3://bucket/a", "signs": "b"}
-    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
-
-
-@pytest.mark.parametrize(
-    ("teachers", "sets", "message"),
-    [
-        (
-            {"words": "a"},
-            ("words", "signs"),
-            "teachers = words: the prompt set signs has no teacher; name one for every set",
-        ),
-        (
-            {"words": "a", "sings": "b"},
-            ("words", "signs"),
-            "prompts.mixture has no set 'sings', only words, signs",
-        ),
-        ({"words": "a"}, (), "prompts.mixture has no set 'words', only no sets"),
-    ],
-)
-def test_a_teacher_is_of_a_prompt_set(teachers, sets, message):
-    with pytest.raises(RecipeError, match=message):
-        Recipe.model_validate(taught(teachers, *sets))
-
-
-def test_a_stage_of_pairs_takes_no_share_of_a_mixture():
-    """It reads its prompts from the pairs, and ``prompts`` stands for nothing there."""
-    mixture = {"mixture": [{"source": "a.txt", "weight": 999}, {"source": "b.txt"}]}
-    stage = {"kind": "offline", "algorithm": {"name": "diffusion_dpo"}, "prompts": 64}
-    with pytest.raises(
-        RecipeError, match=r"stages.0.prompts = 64 gives the prompt set b.txt less than one prompt"
-    ):
-        Recipe.model_validate({"prompts": mixture, "stages": [stage]})
-    recipe = Recipe.model_validate(
-        {"prompts": mixture, "stages": [stage | {"pairs": "pairs.jsonl"}]}
-    )
-    assert recipe.prompts.count_by_prompt_set(64) == {"a.txt": 64, "b.txt": 0}
-
-
-def rewarded(rewards, *sets, **rest):
-    return {
-        "prompts": {"mixture": [{"name": name, "source": f"{name}.txt"} for name in sets]},
-        "rewards": rewards,
-    } | rest
-
-
-def test_prompt_sets_may_have_their_own_rewards():
-    rewards = [
-        {"name": "ocr", "prompts": ["words"]},
-        {"name": "jpeg_compressibility", "prompts": ["signs"], "weight": 2},
-    ]
-    recipe = Recipe.model_validate(rewarded(rewards, "words", "signs"))
-    assert [config.applies_to("signs") for config in recipe.rewards] == [False, True]
-    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
-
-
-JUDGE = {"name": "pairwise_judge", "url": "http://localhost", "model": "m"}
-
-
-def test_held_out_prompts_of_a_file_of_their_own_have_a_reward():
-    prompts = {
-        "mixture": [{"name": "words", "source": "a.txt"}],
-        "held_out_source": "b.txt",
-        "held_out": 4,
-    }
-    with pytest.raises(
-        RecipeError, match="rewards: each names prompt sets, and prompts.held_out_source is none"
-    ):
-        Recipe.model_validate(
-            {"prompts": prompts, "rewards": [{"name": "ocr", "prompts": ["words"]}]}
-        )
-
-
-@pytest.mark.parametrize(
-    ("rewards", "sets", "message"),
-    [
-        (
-            [{"name": "ocr", "prompts": ["wrods"]}],
-            ("words",),
-            "rewards: ocr.prompts names the prompt set 'wrods', and there are words",
-        ),
-        (
-            [{"name": "ocr", "prompts": ["words"]}],
-            (),
-            "ocr.prompts names the prompt set 'words', and there are none",
-        ),
-        (
-            [{"name": "ocr", "prompts": ["words"]}],
-            ("words", "signs"),
-            "rewards: none of them scores the prompt set signs; add it to",
-        ),
-        (
-            [{"name": "ocr", "prompts": ["words"]}, JUDGE],
-            ("words", "signs"),
-            "or all of a prompt set, compare the images",
-        ),
-    ],
-)
-def test_every_prompt_set_has_a_reward(rewards, sets, message):
-    with pytest.raises(RecipeError, match=message):
-        Recipe.model_validate(rewarded(rewards, *sets))
-
-
-def test_a_guardrail_need_not_watch_all_sets():
-    guardrails = [{"name": "tesseract", "prompts": ["words"]}]
-    assert Recipe.model_validate(rewarded(["ocr"], "words", "signs", guardrails=guardrails))
-    with pytest.raises(
-        RecipeError,
-        match=r"guardrails: tesseract.prompts names the prompt set 'words', and there are signs",
-    ):
-        Recipe.model_validate(rewarded(["ocr"], "signs", guardrails=guardrails))
 
 
 def test_a_reward_of_videos_needs_a_model_that_draws_them():
