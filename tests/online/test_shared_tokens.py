@@ -64,9 +64,10 @@ def recipe_of_family(family: str, base: Path, case: str, placement: str) -> Reci
     # Two passes for the three samples of a group, so that each rank has some to decode.
     passes = {"micro_batch": 2}
     stage = {"policy": LORA, **CASES[case], **exact, **passes, "model": model}
-    if case in OFTEN:
-        # The second step has samples of weights that the first one trained; a third repeats it.
-        stage["steps"] = 2
+    # The second step has samples of weights that the first one trained; a third repeats it. Two
+    # groups of ranks share three prompts unequally.
+    stage["steps"] = 2
+    stage["prompts_per_step"] = 3
     stage["drift_alarm"] = 1e9
     return recipe_of(case, placement, **stage)
 
