@@ -12,6 +12,13 @@ from ebbflow.models.glyph_training.pictures import write_pictures
 from tests.glyph_stages import small_stage
 from tests.pipeline.conftest import run_pipeline
 
+SMALL = {
+    "model": {"training": {"steps": 3, "batch": 4}},
+    # An OCR that reads all evaluations would be most of the run.
+    "guardrails": [],
+    "evaluation": {"steps": 3, "samples": 1},
+}
+
 
 @pytest.mark.exhaustive
 def test_stages_train_on_pictures_that_are_encoded_once(workplace: Path) -> None:
@@ -30,7 +37,8 @@ def test_stages_train_on_pictures_that_are_encoded_once(workplace: Path) -> None
             "epochs": epochs,
         }
         done = run_pipeline(
-            workplace, {"stages": [small_stage(stage)], "promotion": {"model_name": "tiny-data"}}
+            workplace,
+            SMALL | {"stages": [small_stage(stage)], "promotion": {"model_name": "tiny-data"}},
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert "pictures: pictures: 24; left out: on prompts of the evaluation 0" in done.stderr

@@ -48,6 +48,8 @@ def test_a_stage_on_ray_runs_in_the_pipeline(tmp_path: Path) -> None:
     changes = {
         "model": {"training": {"steps": 3, "batch": 4}},
         "prompts": {"count": 24, "validation": 4, "held_out": 4},
+        "guardrails": [],
+        "evaluation": {"steps": 3, "samples": 1},
     }
     done = run_pipeline(tmp_path, changes | {"stages": [stage]})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
