@@ -2,9 +2,7 @@
 GPUs of its pod: torch's elastic launcher on each node, which saves on SIGTERM and starts at once.
 
 Without CUDA, ranks are forked from a server that has imported what they need, so that they start at
-once. The server is ``multiprocessing``'s, and itself a fork of the launcher, made before the
-launcher computes anything: a process that has started threads or opened a database must not be
-forked. With CUDA, which does not survive a fork, ranks are spawned.
+once (``tasks.fork_server``). With CUDA, which does not survive a fork, ranks are spawned.
 
 On one node nothing listens on a network. torch's own rendezvous (c10d) opens a port on every
 interface, asks nobody for a password, and unpickles what it reads there. One node needs none: ranks
@@ -21,7 +19,6 @@ they meet and what a SIGTERM does.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -32,10 +29,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import forkserver, resource_tracker, util
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +46,7 @@ from ebbflow.compute import count_gpus
 from ebbflow.metrics_server import join_metrics
 from ebbflow.recipe import Recipe
 from ebbflow.resume import take_sigterm
+from tasks.fork_server import preload_fork_server
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -57,23 +54,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # What the plugin runs in every rank; ``_configure_launcher`` replaces it for the time of a launch.
 SPAWN_HELPER = plugin.spawn_helper
-SHORT_FOLDER = "/tmp"
 RENDEZVOUS = "one-node"
 """The name of ``_build_one_node_rendezvous`` among torch's rendezvous."""
 IN_JOB = "PET_NNODES"
 """Environment variable of the pods of a PyTorchJob, which the training operator sets."""
-# What a rank imports before its first step; the fork server imports it once for all of them.
-PRELOADED = (
-    "tasks.train_offline",
-    "tasks.train_online_colocated",
-    "tasks.evaluate_policy",
-    "tasks.generate_rollouts",
-    "ebbflow.offline.training",
-    "ebbflow.online.loop",
-    "ebbflow.tracking.nodes",
-)
-
-
 JOIN_SECONDS = 900
 """How long nodes wait for each other at the start: one may have to be started, and to pull the
 image.
@@ -246,78 +230,6 @@ class EveryGpuTask(GracefulElasticTask):
         if stage is not None and inputs["recipe"].stages[stage].engine != "diffusers":
             return 1
         return max(1, count_gpus())
-
-
-def preload_fork_server(recipe: Recipe) -> bool:
-    """Import what ranks need, and fork the server that they are forked from, unless it runs
-    already.
-
-    Returns:
-        whether there is such a server: there is none where ranks use CUDA, nor outside Linux.
-    """
-    import torch
-
-    if torch.cuda.is_available() or sys.platform != "linux":
-        return False
-    from ebbflow.models.families import load_adapter
-
-    for module in PRELOADED:
-        importlib.import_module(module)
-    load_adapter(recipe.model.family)
-    _create_socket_folder()
-    # ``forkserver`` starts the resource tracker by the same function as the server: it has to run
-    # before that function is replaced.
-    resource_tracker.ensure_running()
-    new_interpreter = util.spawnv_passfds
-    util.spawnv_passfds = _fork_server  # type: ignore[assignment]
-    try:
-        forkserver.ensure_running()
-    finally:
-        util.spawnv_passfds = new_interpreter
-    return True
-
-
-def _create_socket_folder() -> None:
-    """Create the folder of multiprocessing's sockets at a short path: that of a local socket has
-    107 bytes at most, and the temporary folder of a local run lies in its output.
-    """
-    usual = tempfile.gettempdir()
-    if os.access(SHORT_FOLDER, os.W_OK | os.X_OK):
-        tempfile.tempdir = SHORT_FOLDER
-    try:
-        # Makes a folder that only this user can open, and remembers it.
-        util.get_temp_dir()
-    finally:
-        tempfile.tempdir = usual
-
-
-def _fork_server(executable: str, arguments: list[str], descriptors: list[int]) -> int:
-    """Fork this process as ``multiprocessing``'s fork server, which is a new interpreter otherwise,
-    and return its id.
-    """
-    # What is still in a buffer would be written by both.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = os.fork()
-    if process:
-        return process
-    listener, alive = descriptors
-    try:
-        # ``ensure_running`` holds this lock while it forks. A fork of the server would wait for it
-        # for ever as soon as it starts a server of its own.
-        forkserver._forkserver._lock = threading.RLock()  # type: ignore[attr-defined]
-        # The server ends after the ranks, which save first.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # The server ends when nobody holds the other end of this pipe. The fork holds one itself,
-        # which a new interpreter would not, and would wait for itself.
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # the listing's own descriptor is gone
-                if int(name) != alive and os.path.sameopenfile(int(name), alive):
-                    os.close(int(name))
-        forkserver.main(listener, alive, [])
-    finally:
-        # Not sys.exit: exit handlers and finalisers are those of the launcher.
-        os._exit(0)
 
 
 def _explain_lost_process(error: Exception, several_nodes: bool) -> str | None:

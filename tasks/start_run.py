@@ -112,7 +112,7 @@ def _prepare_process(recipe: Recipe) -> None:
     temporary folder.
     """
     from ebbflow.tracking.store import find_sqlite_file, resolve_tracking_uri
-    from tasks.elastic import preload_fork_server
+    from tasks.fork_server import preload_fork_server
 
     if any(map(is_trained_in_group, recipe.stages)):
         if find_sqlite_file(resolve_tracking_uri(recipe)):

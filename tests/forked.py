@@ -62,7 +62,7 @@ CONTEXT.set_forkserver_preload(PRELOADED)
 def separate_fork_server() -> Iterator[None]:
     """Give a task that prepares or starts a process group here a fork server that ends with it.
 
-    The task forks this process as the server (tasks/elastic.py). Programs of later tests would be
+    The task forks this process as the server (tasks/fork_server.py). Programs of later tests would be
     forks of pytest, with its standard streams, with ``workflows`` imported already, and with locks
     that another thread of pytest held.
     """
@@ -71,6 +71,8 @@ def separate_fork_server() -> Iterator[None]:
         yield
     finally:
         stop_fork_server()
+        # A task whose forks could not train has left its own list.
+        CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def stop_fork_server() -> None:

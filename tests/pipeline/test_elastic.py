@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from torch.distributed import DistNetworkError
@@ -28,10 +29,10 @@ from ebbflow.recipe import Recipe
 from tasks.elastic import (
     GracefulElastic,
     GracefulElasticTask,
-    _create_socket_folder,
     _explain_lost_process,
     _skip_method_name_search,
 )
+from tasks.fork_server import _can_forks_train, _create_socket_folder
 from tasks.train_offline import train_offline
 
 CASES = Path(__file__).with_name("elastic_cases.py")
@@ -220,17 +221,23 @@ def test_sockets_have_short_paths_however_long_the_output_is(
 
 STARTS_A_SERVER = """
 import multiprocessing
+import sys
 from multiprocessing import forkserver
 
 from ebbflow.recipe import Recipe
-from tasks.elastic import preload_fork_server
+from tasks import fork_server
 
 def start_server():
+    import torch
+
+    torch.ones((), requires_grad=True).backward()
     forkserver.ensure_running()
 
 
 if __name__ == "__main__":
-    assert preload_fork_server(Recipe())
+    if "cannot train" in sys.argv:
+        fork_server._can_forks_train = lambda: False
+    assert fork_server.preload_fork_server(Recipe())
     rank = multiprocessing.get_context("forkserver").Process(target=start_server)
     rank.start()
     rank.join(120)
@@ -239,15 +246,24 @@ if __name__ == "__main__":
 """
 
 
-def test_a_rank_can_start_a_fork_server_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", ["can train", "cannot train"])
+def test_a_rank_trains_and_can_start_a_fork_server_of_its_own(tmp_path: Path, forks: str) -> None:
     """A lock that the launcher held when it forked the server would stop the rank for ever."""
     script = tmp_path / "starts.py"
     script.write_text(STARTS_A_SERVER)
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), forks],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.stdout.split() == ["0"], done.stderr
+
+
+def test_a_process_whose_forks_torch_refuses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: torch.Tensor) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refuse)
+    assert not _can_forks_train()
