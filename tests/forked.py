@@ -62,9 +62,9 @@ CONTEXT.set_forkserver_preload(PRELOADED)
 def separate_fork_server() -> Iterator[None]:
     """Give a task that prepares or starts a process group here a fork server that ends with it.
 
-    The task forks this process as the server (tasks/fork_server.py). Programs of later tests would be
-    forks of pytest, with its standard streams, with ``workflows`` imported already, and with locks
-    that another thread of pytest held.
+    The task forks this process as the server (tasks/fork_server.py). Programs of later tests would
+    be forks of pytest, with its standard streams, with ``workflows`` imported already, and with
+    locks that another thread of pytest held.
     """
     stop_fork_server()
     try:

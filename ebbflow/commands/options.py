@@ -20,7 +20,7 @@ class OutputPath(click.Path):
         super().__init__(path_type=Path, **checks)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = super().convert(value, param, ctx)
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
         try:
             refuse_root_folder(path, param.human_readable_name if param else "the path")
         except RecipeError as error:

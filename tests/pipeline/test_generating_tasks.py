@@ -26,7 +26,7 @@ from ebbflow.training import distributed
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.rounds import call_on_first
-from tasks import elastic, resources
+from tasks import elastic, fork_server, resources
 from tasks.deployment import DeploymentConfig
 from tasks.elastic import EveryGpu, EveryGpuTask
 from tasks.evaluate_champion import evaluate_champion
@@ -112,6 +112,8 @@ def policy(inputs: dict[str, Any], base_folder: Path, tmp_path: Path) -> Path:
 def run_on_two_gpus(work: Any, monkeypatch: pytest.MonkeyPatch, **inputs: Any) -> Any:
     """Run a task as in a pod with two GPUs."""
     monkeypatch.setattr(elastic, "count_gpus", lambda: 2)
+    # Ranks have what is patched here, also where an earlier test has trained: none of them trains.
+    monkeypatch.setattr(fork_server, "_can_forks_train", lambda: True)
     with separate_fork_server():
         return EveryGpuTask(EveryGpu(**LAUNCHER), work.task_function).execute(**inputs)
 
