@@ -355,7 +355,7 @@ class ProcessMemory:
         return replace(
             self._training_state_memory(ctx, shards),
             activations=math.ceil(self._training_activation_bytes(ctx) / context_parallel),
-            samples=self._update_bytes(ctx, samples),
+            samples=samples * self.prompt_bytes + self._row_latent_bytes(ctx, samples),
         )
 
     def _training_state_memory(self, ctx: StageContext, shards: int) -> Memory:
@@ -405,10 +405,6 @@ class ProcessMemory:
     def _moment_bytes(self, ctx: StageContext) -> int:
         """Bytes of the state of one optimiser."""
         return ctx.config.optimizer.factory.count_state_bytes(self.trained)
-
-    def _update_bytes(self, ctx: StageContext, samples: int) -> int:
-        """Return the bytes of the rows of an optimiser step, with their prompts."""
-        return samples * self.prompt_bytes + self._row_latent_bytes(ctx, samples)
 
     def _row_latent_bytes(self, ctx: StageContext, samples: int) -> int:
         """Return the bytes of the rows of an optimiser step, without their prompts."""
@@ -469,10 +465,11 @@ class ProcessMemory:
             reward.scores == "latents" for reward in select_trained(ctx.branch_recipe.rewards)
         ):
             return network
-        images = rows * (
-            self.sizes.decoding_with_gradient * self.sample.pixels
-            + self._scoring_activation_bytes(ctx)
-        )
+        # What the reward networks keep of an image, or of the scored frames of a video.
+        frames = len(select_scored_frames(self.recipe.model.frames))
+        trained = select_trained(ctx.branch_recipe.rewards)
+        scoring = frames * sum(reward.gradient_bytes for reward in trained)
+        images = rows * (self.sizes.decoding_with_gradient * self.sample.pixels + scoring)
         # Several steps are repeated in the backward pass, when nothing of the images is left.
         return 4 * self.sizes.vae + (
             max(network, images) if cost.with_gradient > 1 else network + images
@@ -493,14 +490,6 @@ class ProcessMemory:
         if checkpointing and not recomputing:
             saved -= block_bytes(self.sizes.width, tokens, model.precision, adapted)
         return saved * count_passes_per_term(ctx, self.sample)
-
-    def _scoring_activation_bytes(self, ctx: StageContext) -> int:
-        """Return the bytes that the reward networks keep of an image, or of the scored frames of a
-        video, for the backward pass.
-        """
-        frames = len(select_scored_frames(self.recipe.model.frames))
-        trained = select_trained(ctx.branch_recipe.rewards)
-        return frames * sum(reward.gradient_bytes for reward in trained)
 
 
 def _reward_weight_bytes(rewards: Iterable[RewardConfig]) -> int:
