@@ -97,6 +97,10 @@ class PretendDevice:
     # A weak reference keeps the address of its storage from being used again, so that memory of the
     # CPU is never taken for freed memory of the device.
     _storages: dict[int, StorageWeakRef] = field(default_factory=dict)
+    # Memory that torch's own C++ made without operands, as backward passes make zeros. On CUDA it
+    # would have said where; here it belongs to the tensors that it is first used with.
+    _undecided: dict[int, StorageWeakRef] = field(default_factory=dict)
+    in_python_factory: bool = False
 
     @property
     def synchronizations(self) -> int:
@@ -108,6 +112,20 @@ class PretendDevice:
         with torch._C.DisableTorchFunction():
             return tensor.untyped_storage()._cdata in self._storages
 
+    def leave_open(self, result: Any) -> Any:
+        """Enter the memory of a result as that of whatever it is used with first."""
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                with torch._C.DisableTorchFunction():
+                    reference = StorageWeakRef(tensor.untyped_storage())
+                self._undecided[reference.cdata] = reference
+        return result
+
+    def is_open(self, tensor: Tensor) -> bool:
+        """Return whether a tensor belongs to whatever it is used with first."""
+        with torch._C.DisableTorchFunction():
+            return tensor.untyped_storage()._cdata in self._undecided
+
     def place(self, result: Any, on_device: bool) -> Any:
         """Enter the memory of all tensors of a result as the device's, or as the CPU's."""
         for tensor in tree_leaves(result):
@@ -115,6 +133,7 @@ class PretendDevice:
                 continue
             with torch._C.DisableTorchFunction():
                 reference = StorageWeakRef(tensor.untyped_storage())
+            self._undecided.pop(reference.cdata, None)
             if on_device:
                 self._storages[reference.cdata] = reference
             else:
@@ -225,16 +244,25 @@ class _Functions(TorchFunctionMode):
             return self._transfer(first, held, Tensor.to, args, kwargs)
         target = kwargs.get("device")
         if target is None:
-            result = func(*args, **kwargs)
+            result = self._call(func, args, kwargs)
             # These copy in C, below what ``_Kernels`` sees.
             if held and func in (Tensor.__deepcopy__, Tensor.new_tensor):
                 self.device.place(result, True)
             return result
         on_device = _is_cuda(target)
-        result = func(*args, **kwargs | {"device": _replace_cuda(target)})
+        result = self._call(func, args, kwargs | {"device": _replace_cuda(target)})
         if on_device and func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             self.device.host_to_device[_find_line()] += 1  # values of Python come from the CPU
         return self.device.place(result, on_device)
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function; memory that Python asked for without operands is the CPU's."""
+        leaves = tree_leaves((args, kwargs))
+        self.device.in_python_factory = not any(isinstance(leaf, Tensor) for leaf in leaves)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.device.in_python_factory = False
 
     def _transfer(
         self, tensor: Tensor, held: bool, func: Any, args: Any, kwargs: dict[str, Any]
@@ -271,8 +299,13 @@ class _Kernels(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_device = [tensor for tensor in tensors if self.device.holds(tensor)]
+        undecided = [tensor for tensor in tensors if self.device.is_open(tensor)]
         if not on_device:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if len(undecided) < len(tensors) or self.device.in_python_factory:
+                return self.device.place(result, False)
+            return self.device.leave_open(result)
+        self.device.place(undecided, True)
         name = func._schema.name
         packet = func.overloadpacket
         if len(on_device) < len(tensors):

@@ -110,3 +110,21 @@ def test_outside_of_it_nothing_has_changed():
         x = torch.ones(3, device="cuda")
     assert x.device == torch.device("cpu")
     assert torch.cuda.is_available() == before
+
+
+def test_zeros_of_a_backward_pass_are_on_the_device(device):
+    # The gradient of a split whose other parts nobody used is joined with zeros that torch makes.
+    x = torch.ones(4, 2, device="cuda", requires_grad=True)
+    first, *_ = x.split(1)
+    first.sum().backward()
+    assert x.grad.device == CUDA
+    assert x.grad.cpu().sum() == 2
+
+
+def test_zeros_of_a_backward_pass_on_the_cpu_stay_there(device):
+    x = torch.ones(4, 2, requires_grad=True)
+    first, *_ = x.split(1)
+    first.sum().backward()
+    assert x.grad.device == torch.device("cpu")
+    with pytest.raises(MixedDevices):
+        x.grad + torch.ones(4, 2, device="cuda")
