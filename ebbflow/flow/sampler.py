@@ -162,6 +162,14 @@ def remember_step(
     return SolverHistory(latents, clean, history.clean if history else None)
 
 
+def steps_to_zero(sigmas: Tensor, step: int) -> bool:
+    """Return whether a step ends at sigma 0, as the last one of a whole schedule does."""
+    # Not at the top of the file: reading a recipe imports it, and must not load torch.
+    from ebbflow.flow.host_values import read_on_host
+
+    return step + 2 == len(sigmas) and float(read_on_host(sigmas)[-1]) == 0
+
+
 def mix_predictions(
     latents: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, noise_share: Tensor
 ) -> Tensor:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.host_values import derive, to_device
 
 # Also imported from here, beside what raises it.
 from ebbflow.recipe.base_folder import ModelError as ModelError
@@ -79,10 +80,19 @@ class Conditioning:
 
     def select_rows(self, index: Tensor | slice) -> Conditioning:
         """Some rows, repeated where ``index`` repeats them."""
-        return self._map_tensors(lambda values: values[index])
+        if isinstance(index, slice):
+            return self._map_tensors(lambda values: derive(lambda v: v[index], values))
+        return self._map_tensors(lambda values: derive(lambda v, i: v[i], values, index))
 
     def to(self, device: torch.device) -> Conditioning:
-        return self._map_tensors(lambda values: values.to(device))
+        """On another device; of masks the host keeps the values, for networks that need the
+        lengths of prompts.
+        """
+        return self._map_tensors(
+            lambda values: (
+                to_device(values, device) if values.dtype == torch.bool else values.to(device)
+            )
+        )
 
     def to_float32(self) -> Conditioning:
         """In float32, but for masks."""
@@ -141,7 +151,8 @@ class Conditioning:
     def concatenate(parts: Sequence[Conditioning]) -> Conditioning:
         """The rows of all parts, padded with zeros to the longest prompt."""
         tensors = {
-            name: _pad_and_concatenate([part[name] for part in parts]) for name in parts[0].tensors
+            name: derive(_pad_and_concatenate, *(part[name] for part in parts))
+            for name in parts[0].tensors
         }
         negatives = [part.negative for part in parts if part.negative is not None]
         return replace(
@@ -151,7 +162,7 @@ class Conditioning:
         )
 
 
-def _pad_and_concatenate(tensors: list[Tensor]) -> Tensor:
+def _pad_and_concatenate(*tensors: Tensor) -> Tensor:
     """The rows of all tensors, those of rank 2 and more padded with zeros to the longest dimension
     1.
     """

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from ebbflow.flow.host_values import read_on_host
 from ebbflow.models.base import Conditioning, ModelError
 
 RunRows = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -29,18 +30,22 @@ def run_by_length(
     Raises:
         ModelError: the lengths differ, and processes share the weights.
     """
-    lengths = conditioning["mask"].sum(1)
-    different = lengths.unique().tolist()
+    lengths = read_on_host(conditioning["mask"]).sum(1).tolist()
+    different = sorted(set(lengths))
     if len(different) > 1 and isinstance(transformer, FSDPModule):
         raise ModelError(
             f"prompts of {' and '.join(map(str, different))} tokens in one batch: processes"
             " that share the weights must call the network equally often; take prompts of"
             " one length"
         )
-    rows = [(lengths == length).nonzero()[:, 0] for length in different]
-    velocities = [
-        run_rows(latents[index], sigma[index], conditioning["embeds"][index, :length])
-        for index, length in zip(rows, different, strict=True)
-    ]
-    order = torch.cat(rows).argsort()
-    return torch.cat(velocities)[order]
+    velocities: dict[int, Tensor] = {}
+    for length in different:
+        rows = [row for row, own in enumerate(lengths) if own == length]
+        # Stacked row by row: an index would be copied to the device.
+        inputs = [
+            torch.stack([values[row] for row in rows])
+            for values in (latents, sigma, conditioning["embeds"])
+        ]
+        velocity = run_rows(inputs[0], inputs[1], inputs[2][:, :length])
+        velocities |= dict(zip(rows, velocity, strict=True))
+    return torch.stack([velocities[row] for row in range(len(lengths))])

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.host_values import derive
 from ebbflow.flow.latents import get_picture_shape
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.pipeline_loading import ReadsPipeline, load_pipeline
@@ -350,7 +351,7 @@ class PipelineModel(ReadsPipeline):
         # rows of the negative prompts, then those of the prompts, with the same latents and sigmas.
         negative, prediction = self._run_network(
             torch.cat([latents, latents]),
-            torch.cat([sigma, sigma]),
+            derive(lambda values: torch.cat([values, values]), sigma),
             conditioning.negative_then_positive,
         ).chunk(2)
         return self._unpack_prediction(

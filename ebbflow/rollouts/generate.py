@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.data.sounds import Sounds
+from ebbflow.flow.host_values import expand_sigma, read_on_host, to_device
 from ebbflow.flow.noise import INITIAL, SampleKeys, generate_shared_noise
 from ebbflow.flow.sampler import Sampler, SolverHistory, remember_step
 from ebbflow.flow.trajectory import Trajectory
@@ -151,7 +152,7 @@ def generate_samples(
             " plan out"
         )
     precision = precision or model.precision
-    sigmas = model.compute_sigmas(sampler.steps).to(conditioning.device)
+    sigmas = to_device(model.compute_sigmas(sampler.steps), conditioning.device)
     # Chosen once, for all micro-batches: they are the same for every sample.
     steps = _choose_solvers(sigmas, sampler, plan)
     parts = []
@@ -220,7 +221,7 @@ def _denoise_micro_batch(
         distinct = distinct_rows[samples_per_prediction[step]]
         with torch.set_grad_enabled(with_graph and step in trained):
             distinct_latents = latents[distinct.first]  # [D, ...], D <= N
-            sigma = sigmas[step].expand(len(distinct_latents))
+            sigma = expand_sigma(sigmas, step, len(distinct_latents))
             prediction = predict(model, distinct_latents, sigma, distinct.conditioning, precision)
             velocity = prediction[distinct.row_of_sample]  # [N, ...]
 
@@ -274,7 +275,7 @@ class _TrajectoryRecorder:
     def build_trajectory(self, sigmas: Tensor, device: torch.device) -> Trajectory:
         return Trajectory(
             sigmas,
-            torch.tensor(self.trained, device=device),
+            to_device(torch.tensor(self.trained), device),
             torch.stack(self.states, 1),  # [N, K, ...]
             torch.stack(self.log_probs, 1),  # [N, W]
             torch.stack(self.means, 1) if self.means else None,  # [N, W, ...]
@@ -304,7 +305,7 @@ def _find_distinct_rows(keys: SampleKeys, conditioning: Conditioning, count: int
     nodes = np.stack([keys.prompt_ids, keys.find_first_siblings(count)])  # [2, N]
     _, first, row_of_sample = np.unique(nodes, axis=1, return_index=True, return_inverse=True)
     device = conditioning.device
-    positions = torch.from_numpy(first).to(device)
+    positions = to_device(torch.from_numpy(first), device)
     # NumPy 2.0 alone gives the inverse another shape.
     rows = torch.from_numpy(row_of_sample.reshape(-1)).to(device)
     return DistinctRows(positions, rows, conditioning.select_rows(positions))
@@ -323,7 +324,8 @@ def _choose_solvers(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -
     # steps before keep their index and their sigma.
     if plan is not None and plan.tail is not None:
         end = plan.stochastic[-1] + 1
-        tail = shorten_schedule(sigmas[end:], plan.tail)
+        schedule = read_on_host(sigmas)
+        tail = shorten_schedule(schedule[end:], plan.tail)
         solvers[end:] = [find_sampler(TAIL_SOLVER)] * (len(tail) - 1)
-        sigmas = torch.cat([sigmas[:end], tail])
+        sigmas = to_device(torch.cat([schedule[:end], tail]), sigmas.device)
     return DenoisingSteps(sigmas, solvers, stochastic)

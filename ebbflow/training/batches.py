@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.algorithms.base import AnyRows, CopyName, ForwardRows, TrajectoryRows, expand_like
+from ebbflow.flow.host_values import derive, to_device
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.sampler import Transition
 from ebbflow.flow.training_sigmas import sample_training_sigmas
@@ -72,8 +73,8 @@ class ForwardInputs:
         """Return the arguments of the model's velocity at some rows."""
         return (
             self.latents[part],
-            self.sigma[part],
-            self.conditioning.select_rows(self.sample_index[part]),
+            derive(lambda values: values[part], self.sigma),
+            self.conditioning.select_rows(derive(lambda values: values[part], self.sample_index)),
         )
 
     def with_guidance(self, scale: float, scale_2: float | None = None) -> ForwardInputs:
@@ -241,12 +242,11 @@ def build_trajectory_batch(
     sample_array, column_array = np.divmod(rows, len(trajectory.steps))
     sample = torch.from_numpy(sample_array)
     column = torch.from_numpy(column_array)
-    conditioning_row = sample if sample_index is None else sample_index[sample]
     # Rows are gathered where the rollout lies, usually in main memory, and only then moved: a
     # process trains on a share of them. [N, K, ...][sample, state] is [M, ...].
     state = trajectory.find_states()[column]
-    steps = trajectory.steps[column].to(device)
-    sigmas = trajectory.sigmas.to(device)
+    steps = to_device(derive(lambda values: values[column], trajectory.steps), device)
+    sigmas = to_device(trajectory.sigmas, device)
     old_log_prob = trajectory.log_probs[sample, column].to(device)
     weight = old_log_prob.new_ones(len(rows))
     if trajectory.weight is not None:
@@ -254,9 +254,9 @@ def build_trajectory_batch(
     return TrajectoryBatch(
         inputs=ForwardInputs(
             trajectory.states[sample, state].to(device),
-            sigmas[steps],
+            derive(lambda values, index: values[index], sigmas, steps),
             conditioning,
-            conditioning_row.to(device),
+            to_device(sample if sample_index is None else sample_index[sample], device),
         ),
         weight=weight,
         group_index=torch.arange(len(rows), device=device),
@@ -354,9 +354,9 @@ def build_forward_batch(
     draw, sample = _order_draws(group_of_sample, draws)
     group = group_of_sample[sample]
     owner = group if config.shared_noise else sample
-    sigma = sigmas[draw, group].to(clean)
+    sigma = to_device(sigmas[draw, group].to(clean.dtype), clean.device)
     noise = noises[draw, owner].to(clean)
-    sample_index = torch.from_numpy(sample).to(clean.device)
+    sample_index = to_device(torch.from_numpy(sample), clean.device)
     row_clean = clean[sample_index]
     share = expand_like(sigma, clean)
     return ForwardBatch(

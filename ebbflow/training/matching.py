@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, MatchingRows, RowMetrics, expand_like
+from ebbflow.flow.host_values import expand_sigma, read_on_host, to_device
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise, generate_noise
 from ebbflow.flow.renoising import compute_score_target, renoise_latents
 from ebbflow.flow.training_sigmas import move_sigma, sample_training_sigmas
@@ -152,7 +153,7 @@ def sample_student_steps(
         passes: forward passes that the samples are split into at each step, the same number on
             every process.
     """
-    sigmas = sigmas.to(conditioning.device)
+    sigmas = to_device(sigmas, conditioning.device)
     unguided = conditioning.without_guidance()
     slices = split_into_passes(torch.arange(len(keys)), passes)
     with policy.keep_gathered():
@@ -180,7 +181,7 @@ def _sample_steps(
     velocities = []
     latents = generate_initial_noise(model.latent_shape, keys).to(device)
     for step in range(len(sigmas) - 1):
-        velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning)
+        velocity = predict(model, latents, expand_sigma(sigmas, step, len(keys)), conditioning)
         all_latents.append(latents)
         velocities.append(velocity)
         if step == len(sigmas) - 2:
@@ -252,13 +253,13 @@ def renoise_ends(
         noise: [N, ...].
     """
     device = steps.latents.device
-    sigmas = steps.sigmas.cpu()
+    sigmas = read_on_host(steps.sigmas)
     # dmd2 matches the student's clean predictions, tdm where its deterministic steps end.
     start = sigmas[step]
     end = sigmas[step + 1] if config.along_trajectory else torch.zeros(len(step))
     samples = torch.arange(len(step))
     rows, step, start, end, level, noise = (
-        values.to(device) for values in (samples, step, start, end, level, noise)
+        to_device(values, device) for values in (samples, step, start, end, level, noise)
     )
     latents = steps.latents[rows, step]  # (N, K, ...) -> (N, ...)
     velocity = steps.velocity[rows, step]

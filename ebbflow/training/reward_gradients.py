@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, GradientRows
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.host_values import derive, expand_sigma, to_device
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise
 from ebbflow.flow.transition import compute_transition
 from ebbflow.models.base import Conditioning, Model, predict, predict_checkpointed
@@ -77,7 +78,7 @@ class GradientBatch:
         # here. They are recomputed in the backward pass: each would keep all its activations.
         latents = _euler_step(latents, velocity, self.sigmas, self.step)
         for step in range(self.step + 1, len(self.sigmas) - 1):
-            sigma = self.sigmas[step].expand(len(latents))
+            sigma = expand_sigma(self.sigmas, step, len(latents))
             latents = _euler_step(
                 latents,
                 predict_checkpointed(self.model, latents, sigma, conditioning),
@@ -115,7 +116,7 @@ def build_gradient_batch(
     """
     device = conditioning.device
     group_index = torch.arange(len(keys))
-    sigmas = sigmas.to(device)
+    sigmas = to_device(sigmas, device)
     latents = [
         _denoise_until_step(
             model, conditioning.select_rows(part), keys.select_samples(part), sigmas, first_step
@@ -124,9 +125,9 @@ def build_gradient_batch(
     ]
     inputs = ForwardInputs(
         latents=torch.cat(latents),
-        sigma=sigmas[first_step].repeat(len(keys)),
+        sigma=derive(lambda values: values[first_step].repeat(len(keys)), sigmas),
         conditioning=conditioning,
-        sample_index=group_index.to(device),
+        sample_index=to_device(group_index, device),
         checkpointed=steps_with_gradient > 1,
     )
     weight = torch.ones(len(keys), device=device)
@@ -145,7 +146,7 @@ def _denoise_until_step(
     """
     latents = generate_initial_noise(model.latent_shape, keys).to(conditioning.device)
     for step in range(first_step):
-        velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning)
+        velocity = predict(model, latents, expand_sigma(sigmas, step, len(keys)), conditioning)
         latents = _euler_step(latents, velocity, sigmas, step)
     return latents
 

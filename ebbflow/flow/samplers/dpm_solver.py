@@ -16,7 +16,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ebbflow.flow.sampler import Sampler, SolverHistory, at_least_float32, remember_step
+from ebbflow.flow.sampler import (
+    Sampler,
+    SolverHistory,
+    at_least_float32,
+    remember_step,
+    steps_to_zero,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +57,7 @@ class DPMSolver(Sampler):
         sigmas = sigmas.to(latents)
         remembered = remember_step(latents, velocity, sigmas[step], history)
         target = remembered.clean
-        if history is not None and sigmas[step + 1] > 0:
+        if history is not None and not steps_to_zero(sigmas, step):
             # D = x0_hat + h / (2 h_before) (x0_hat - x0_before). After a step from sigma = 1
             # h_before is infinite, the factor 0, and the step of first order by itself.
             lambdas = ((1 - sigmas) / sigmas).log()

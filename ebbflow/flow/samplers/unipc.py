@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ebbflow.flow.sampler import Sampler, SolverHistory, at_least_float32
+from ebbflow.flow.sampler import Sampler, SolverHistory, at_least_float32, steps_to_zero
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class UniPC(Sampler):
             latents = _correct_latents(history, clean, sigmas, step)
             # Predictor: x0_hat + D / 2 with D = (x0_before - x0_hat) / r. The step to sigma' = 0
             # has an infinite lambda', so it is of first order.
-            if sigmas[step + 1] > 0:
+            if not steps_to_zero(sigmas, step):
                 target = clean + (history.clean - clean) / _compute_step_ratio(sigmas, step) / 2
         ratio = sigmas[step + 1] / sigmas[step]
         remembered = SolverHistory(latents, clean, history.clean if history else None)

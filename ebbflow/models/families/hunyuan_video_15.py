@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
+from ebbflow.models.device_forwards import replace_forward, run_text_to_video
 from ebbflow.models.families.qwen_image import QWEN_VL_7B
 from ebbflow.models.pipeline import JOINT_ATTENTION
 from ebbflow.models.published import Part, Published
@@ -81,6 +82,10 @@ class HunyuanVideo15Model(DrawsVideos):
     runs_without_autocast = False
     # Text to video multiplies what it makes of an image by zero.
     unused_parameters = ("image_embedder.*",)
+
+    def __init__(self, pipeline: Any, config: ModelConfig, device: torch.device) -> None:
+        super().__init__(pipeline, config, device)
+        replace_forward(self.transformer, run_text_to_video)
 
     @classmethod
     def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:

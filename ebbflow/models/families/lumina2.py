@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from diffusers import Lumina2Pipeline
 from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
+from ebbflow.models.device_forwards import LuminaPositions
 from ebbflow.models.pipeline import PipelineModel, dynamic_shift_arguments, match_norm
 from ebbflow.models.published import IMAGE_VAE, Part, Published
 from ebbflow.recipe.families import Family
@@ -43,6 +45,10 @@ class Lumina2Model(PipelineModel):
     text_parts = ("text_encoder",)
     default_size = (1024, 1024)
     default_max_tokens = 256
+
+    def __init__(self, pipeline: Any, config: ModelConfig, device: torch.device) -> None:
+        super().__init__(pipeline, config, device)
+        self.transformer.rope_embedder.__class__ = LuminaPositions
 
     @classmethod
     def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:

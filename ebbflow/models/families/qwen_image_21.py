@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, ProcessorMixin, Qwen2Tokenizer, Qwen3VLP
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
+from ebbflow.models.device_forwards import replace_forward, run_text_to_image
 from ebbflow.models.equal_lengths import run_by_length
 from ebbflow.models.folder import copy_published_part
 from ebbflow.models.pipeline import PipelineModel, channel_statistics, dynamic_shift_arguments
@@ -44,8 +45,6 @@ PUBLISHED: Published = {
         "vae": Part("diffusers", "AutoencoderKLQwenImage21", {}),
     }
 }
-SLOT = 4
-"""Tokens of the image for each place that the sequence of the text encoder has for it."""
 
 
 # mypy cannot follow transformers' lazy modules.
@@ -101,6 +100,10 @@ class QwenImage21Model(PipelineModel):
     ]
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (1024, 1024)
+
+    def __init__(self, pipeline: Any, config: ModelConfig, device: torch.device) -> None:
+        super().__init__(pipeline, config, device)
+        replace_forward(self.transformer, run_text_to_image)
 
     @classmethod
     def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
@@ -165,20 +168,16 @@ class QwenImage21Model(PipelineModel):
 
     def _run_equal_lengths(self, latents: Tensor, sigma: Tensor, embeds: Tensor) -> Tensor:
         count, _, height, width = latents.shape
-        tokens = height * width
-        # [n, L + H W / 4]: where the sequence of text has places for the image, at its end.
-        is_image = embeds.new_zeros(count, embeds.shape[1] + tokens // SLOT, dtype=torch.bool)
-        is_image[:, embeds.shape[1] :] = True
         prediction: Tensor = self.transformer(
             hidden_states=latents.flatten(2).mT,
             timestep=sigma,
             encoder_hidden_states=embeds,
             img_shapes=[[(1, height, width)]] * count,
-            img_mask=is_image,
+            img_mask=None,  # the image comes after its prompt
             return_dict=False,
         )[0]
         # [n, L + H W, C]: what it predicts of the text is no velocity of anything.
-        return prediction[:, -tokens:].mT.reshape(latents.shape)
+        return prediction[:, -height * width :].mT.reshape(latents.shape)
 
     # The VAE is one of videos with four channels, red, green, blue and alpha; an image is the only
     # frame.

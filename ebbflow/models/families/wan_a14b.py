@@ -11,6 +11,7 @@ from diffusers import WanPipeline
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ebbflow.flow.host_values import read_on_host
 from ebbflow.models.base import Conditioning, Experts, ModelError, trained_networks
 from ebbflow.models.families.wan import WanModel
 from ebbflow.models.published import XXL, Part, Published
@@ -87,19 +88,22 @@ class WanA14BModel(WanModel):
         it, or the others wait for its share of the weights.
         """
         # [N]: a batch of training has rows of any sigma, a step of a rollout of one.
-        is_high = sigma >= self.pipeline.config.boundary_ratio
+        boundary = self.pipeline.config.boundary_ratio
+        high, low = self.networks
+        parts_with_rows = {high if level else low for level in read_on_host(sigma) >= boundary}
         trained = list(trained_networks(self.transformer).values())
         velocities = []
-        for part, rows in zip(self.networks, (is_high, ~is_high), strict=True):
+        for part in self.networks:
             network = getattr(self.pipeline, part)
             is_needed_without_rows = network in trained and (
                 torch.is_grad_enabled() or isinstance(network, FSDPModule)
             )
             # Each computes all rows; ``where`` takes its own.
-            if rows.any() or is_needed_without_rows:
+            if part in parts_with_rows or is_needed_without_rows:
                 velocities.append(self._call_expert(network, latents, sigma, conditioning))
         # If one network was called, all rows are its own and both arguments are its velocity.
-        return torch.where(is_high.view(-1, 1, 1, 1, 1), velocities[0], velocities[-1])
+        is_high = (sigma >= boundary).view(-1, 1, 1, 1, 1)
+        return torch.where(is_high, velocities[0], velocities[-1])
 
     def list_blocks(self) -> list[nn.Module]:
         return [

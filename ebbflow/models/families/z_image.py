@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.host_values import read_on_host
 from ebbflow.models.base import Conditioning
 from ebbflow.models.pipeline import PipelineModel
 from ebbflow.models.published import IMAGE_VAE, QWEN3_4B, Part, Published
@@ -83,7 +84,9 @@ class ZImageModel(PipelineModel):
         }
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        rows = zip(conditioning["embeds"], conditioning["mask"], strict=True)
+        # Padding comes last. Selecting by the mask would wait for the device in each row.
+        lengths = read_on_host(conditioning["mask"]).sum(1).tolist()
+        rows = zip(conditioning["embeds"], lengths, strict=True)
         # Time runs from noise to image, and so does the prediction, x0 - eps: hence the sign below.
         # Not 1 - sigma, but rounded as the pipeline rounds it.
         time = (1000 - 1000 * sigma) / 1000
@@ -91,7 +94,7 @@ class ZImageModel(PipelineModel):
             # Images as videos of one frame: a list of [C, 1, H, W].
             list(latents[:, :, None]),
             time,
-            [embeds[mask] for embeds, mask in rows],
+            [embeds[:length] for embeds, length in rows],
             return_dict=False,
         )[0]
         return -torch.stack(velocity)[:, :, 0]
