@@ -5,7 +5,7 @@ with it.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -136,6 +136,19 @@ SIZES = {
         matrix=512,
     ),
 }
+# A network whose forward pass takes hundreds of milliseconds instead of some: on it the fixed cost
+# of a step must vanish. 77 tokens are those of CLIP.
+WIDE = replace(
+    SIZES["tiny"],
+    transformer=SIZES["tiny"].transformer
+    | {
+        "num_attention_heads": 8,
+        "attention_head_dim": 64,
+        "caption_projection_dim": 512,
+        "joint_attention_dim": 512,
+    },
+    tokens=77,
+)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """CPU-seconds of rollouts and updates against bare torch: ``python -m benchmarks.speed [--compile]
-[--free-network] [--write]``.
+[--free-network] [--peer NAME=PATH] [--write]``.
 
 A rollout is compared with its forward passes alone: the same network on as many rows as often, with
 all inputs ready. An update without reference and copies is compared with forward, squared error,
@@ -15,9 +15,9 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.free_network import build_part, replace_part
-from benchmarks.gpu_sides import SIZES, ModelSize, build_random_model, generate_random_prompts
-from benchmarks.speed_report import Call, Case, MedianTimes, format_report
+from benchmarks.free_network import build_part
+from benchmarks.gpu_sides import SIZES, WIDE, ModelSize, build_random_model, generate_random_prompts
+from benchmarks.peers import SCRIPTS, format_peer_part, list_peer_cases, parse_checkout
+from benchmarks.speed_report import Call, Case, MedianTimes, format_report, replace_part
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model
@@ -79,19 +80,6 @@ STAGE = OnlineStageConfig.model_validate(
         "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
     }
 )
-# A network whose forward pass takes hundreds of milliseconds instead of some: on it the fixed cost
-# of a step must vanish. 77 tokens are those of CLIP.
-WIDE = replace(
-    SIZES["tiny"],
-    transformer=SIZES["tiny"].transformer
-    | {
-        "num_attention_heads": 8,
-        "attention_head_dim": 64,
-        "caption_projection_dim": 512,
-        "joint_attention_dim": 512,
-    },
-    tokens=77,
-)
 
 
 @dataclass(frozen=True)
@@ -134,25 +122,44 @@ def main() -> None:
         help="only what a sample costs besides the network, at published sizes; takes a minute",
     )
     parser.add_argument(
+        "--peer",
+        action="append",
+        type=parse_checkout,
+        default=[],
+        metavar="NAME=PATH",
+        help="only a step of another library's own loop against ours, compiled as well; NAME is"
+        f" {' or '.join(SCRIPTS)}, PATH a checkout of it; takes some minutes",
+    )
+    parser.add_argument(
         "--write", action="store_true", help="keep the table in benchmarks/results/speed.md"
     )
     arguments = parser.parse_args()
     # process_time adds up the threads: with several it would count waiting ones, too
     torch.set_num_threads(1)
-    part = build_part(shlex.join(["python", "-m", "benchmarks.speed", *sys.argv[1:]]))
-    if arguments.free_network:
+    command = shlex.join(["python", "-m", "benchmarks.speed", *sys.argv[1:]])
+    parts = []
+    if not (arguments.peer or arguments.free_network):
+        times = measure_cases(list_cases(arguments.compile), arguments.repeat)
+        parts.append(format_report(times, arguments.repeat))
+    if arguments.peer:
+        times = measure_cases(list_peer_cases(dict(arguments.peer)), arguments.repeat)
+        parts.append(format_peer_part(times, dict(arguments.peer), arguments.repeat))
+    if arguments.free_network or not arguments.peer:
+        parts.append(build_part(command))
+    page = RESULTS.read_text()
+    for part in parts:
         print(part)
-        if arguments.write:
-            RESULTS.write_text(replace_part(RESULTS.read_text(), part))
-        return
-    times_by_case = {}
-    for case in tqdm(list_cases(arguments.compile), unit="case"):
-        times_by_case[case] = time_both_sides(case.call, case.other, arguments.repeat)
-        tqdm.write(f"{case.name}: {times_by_case[case].ratio:.3f}")
-    page = replace_part(format_report(times_by_case, arguments.repeat), part)
-    print(page)
+        page = replace_part(page, part)
     if arguments.write:
         RESULTS.write_text(page)
+
+
+def measure_cases(cases: Iterable[Case], repeat: int) -> dict[Case, MedianTimes]:
+    times_by_case = {}
+    for case in tqdm(cases, unit="case"):
+        times_by_case[case] = time_both_sides(case.call, case.other, repeat)
+        tqdm.write(f"{case.name}: {times_by_case[case].ratio:.3f}")
+    return times_by_case
 
 
 def list_cases(compiled: bool) -> Iterator[Case]:

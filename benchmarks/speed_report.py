@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -27,8 +28,7 @@ NOTES = (
     " millisecond a step, which only a network of milliseconds feels; the wide one does not. Steps"
     " of RWR have rollouts without a ratio, whose adapters may be merged; steps of flow_grpo have"
     " one, and their updates may reuse the rollout's forward passes: no step can have both. What"
-    " reused passes save is a share of the training, so it grows with the trained steps. The loops"
-    " of other libraries are not compared, because none is installed here."
+    " reused passes save is a share of the training, so it grows with the trained steps."
 )
 # What this page compares, so the names must be those of algorithms.yaml.
 QUICK = "diffusion_nft_quick"
@@ -82,16 +82,31 @@ def format_report(times_by_case: Mapping[Case, MedianTimes], repeat: int) -> str
             " the network, a squared error and the same fused AdamW."
         ),
         "",
-        "| measure | ratio | wanted | CPU-s | CPU-s of the other |",
-        "|---|---|---|---|---|",
     ]
-    for case, measured in times_by_case.items():
-        seconds = f"{measured.seconds:.4f} | {measured.other_seconds:.4f}"
-        lines.append(f"| {case.name} | {measured.ratio:.3f} | {case.wanted or '–'} | {seconds} |")
+    lines += format_rows(times_by_case)
     lines += ["", NOTES, "", "What other benchmarks have measured, from their results:", ""]
     lines += ["| measure | found | wanted | command |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(cells)} |" for cells in list_other_measures()]
     return "\n".join(lines) + "\n"
+
+
+def format_rows(times_by_case: Mapping[Case, MedianTimes]) -> list[str]:
+    """Format the table of some cases."""
+    lines = ["| measure | ratio | wanted | CPU-s | CPU-s of the other |", "|---|---|---|---|---|"]
+    for case, measured in times_by_case.items():
+        seconds = f"{measured.seconds:.4f} | {measured.other_seconds:.4f}"
+        lines.append(f"| {case.name} | {measured.ratio:.3f} | {case.wanted or '–'} | {seconds} |")
+    return lines
+
+
+def replace_part(page: str, part: str) -> str:
+    """Return a page with this part instead of the one with the same heading, or at its end.
+
+    A part begins with its heading; that of the page itself is all before the first of the others.
+    """
+    parts = {text.partition("\n")[0]: text for text in re.split(r"(?m)^(?=##? )", page) if text}
+    parts[part.partition("\n")[0]] = part
+    return "\n\n".join(text.strip() for text in parts.values()) + "\n"
 
 
 def list_other_measures(results: Path = RESULTS) -> list[tuple[str, str, str, str]]:

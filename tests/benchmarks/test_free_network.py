@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import free_network, speed
-from benchmarks.free_network import FreeModel, SampleCost, format_part, replace_part
+from benchmarks.free_network import FreeModel, SampleCost, format_part
+from benchmarks.speed_report import replace_part
 from ebbflow.estimate.gpus import GPU_TYPES
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.base import Conditioning
