@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +206,28 @@ class Policy:
         if name == "current":
             yield
             return
-        with torch.no_grad(), self._put_parameters(self.copies[name]):
+        # The reference's adapters add zero: leaving them out gives the same values in fewer
+        # products. DoRA's would not, as it divides by a norm that rounds.
+        adds_zero = name == "reference" and self.config.train == "lora" and not self.config.dora
+        with (
+            torch.no_grad(),
+            self._put_parameters(self.copies[name]),
+            self._skip_adapters() if adds_zero else nullcontext(),
+        ):
             yield
+
+    @contextmanager
+    def _skip_adapters(self) -> Iterator[None]:
+        """Predict without the adapters' products inside the block."""
+        layers = [m for m in self.model.transformer.modules() if isinstance(m, LoraLayer)]
+        try:
+            for layer in layers:
+                # peft's own switch would also turn off the gradients of the parameters.
+                layer._disable_adapters = True
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
 
     @contextmanager
     def train_copy(self, name: str) -> Iterator[None]:
@@ -309,7 +329,8 @@ class Policy:
         exact = self.model.precision == (precision or self.model.precision) == "float32"
         layers = []
         if exact and not self.sharded and not self.config.dora:
-            layers = [m for m in self.model.transformer.modules() if isinstance(m, LoraLayer)]
+            modules = self.model.transformer.modules()
+            layers = [m for m in modules if isinstance(m, LoraLayer) and not m.disable_adapters]
         weights = [layer.get_base_layer().weight for layer in layers]
         separate = [weight.data for weight in weights]
         try:

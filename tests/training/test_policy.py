@@ -120,6 +120,25 @@ def test_swapping_in_a_copy_copies_nothing(model, config):
     assert {name: p.data_ptr() for name, p in policy.parameters.items()} == own
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_reference_leaves_out_adapters_that_add_zero(model, predict, dora):
+    """Not those of DoRA, which divide by a norm that rounds."""
+    policy = Policy(model, LORA.model_copy(update={"dora": dora}), 0)
+    with_adapters = predict(model)
+    move(policy)
+    products = []
+    for name, module in model.transformer.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_hook(lambda *_: products.append(1))
+    with policy.use_copy("reference"):
+        assert torch.equal(predict(model), with_adapters)
+    assert bool(products) == dora
+    trained = predict(model)
+    assert products
+    assert not torch.equal(trained, with_adapters)
+    assert all(parameter.requires_grad for parameter in policy.parameters.values())
+
+
 def test_merged_adapters_predict_the_same_and_leave_the_same_bytes(model, predict):
     policy = Policy(model, LORA, 0)
     move(policy)
