@@ -70,7 +70,7 @@ def watch_updates(monkeypatch):
     """The batches that updates are given; none is taken."""
     batches = []
 
-    def watch(updater, batch, passes, prompt_sets):
+    def watch(updater, batch, passes, prompt_sets, num_repeats):
         batches.append((batch, passes))
         updater.updates += 1
         return {"loss": 0.0}
