@@ -6,9 +6,11 @@ from the beginning of the step (``OnlineLoop._train_steps``) until the first bac
 (``torch.Tensor.backward``), in all threads, for one process without Ray. Methods and properties
 count; comprehensions, lambdas and what a dataclass generates do not, and neither does what happens
 before the step: loading the model, reading the recipe, encoding the prompts. The reward is one of
-this file, so the path has no network of a reward in it.
+this file, so the path has no network of a reward in it. Also counts the classes of ``ebbflow/`` of
+which the step creates objects.
 
-``--list`` names each function with its length in lines and its callers on this path.
+``--list`` names each function with its length in lines and its callers on this path, and the
+classes.
 """
 
 from __future__ import annotations
@@ -57,15 +59,18 @@ class CallRecorder:
     """Records the calls of a step, from its beginning until the first backward pass.
 
     Attributes:
-        callers: the names of the functions that called each one, itself named or not counted.
+        callers: the names of the functions that called each one, of the library or not.
+        created_types: classes of the library of which objects were created.
     """
 
     callers: dict[Function, set[str]] = field(default_factory=lambda: defaultdict(set))
+    created_types: set[type] = field(default_factory=set)
     has_begun: bool = False
     has_ended: bool = False
 
     def record_call(self, frame: FrameType, event: str, argument: Any) -> None:
         """A function for ``sys.setprofile``."""
+        # A coroutine or generator that goes on is a call again, which the set of callers hides.
         if event != "call" or self.has_ended:
             return
         code = frame.f_code
@@ -73,9 +78,11 @@ class CallRecorder:
             self.has_begun = True
         if self.has_begun and code.co_qualname == "Tensor.backward":
             self.has_ended = True
+        if self.has_begun:
+            self.created_types |= _find_created_type(frame)
         # The names of comprehensions and lambdas begin with ``<``: they are part of the function
         # that they stand in. What a dataclass generates has no file.
-        elif self.has_begun and _is_function_of_library(code):
+        if self.has_begun and not self.has_ended and _is_function_of_library(code):
             path = str(Path(code.co_filename).relative_to(ROOT))
             caller = frame.f_back.f_code.co_qualname if frame.f_back else "a thread"
             self.callers[Function(path, code.co_qualname, code.co_firstlineno)].add(caller)
@@ -92,6 +99,16 @@ def _is_function_of_library(code: CodeType) -> bool:
     return is_function and is_named and code.co_filename.startswith(LIBRARY)
 
 
+def _find_created_type(frame: FrameType) -> set[type]:
+    """Find the class of the library that a call creates an object of, if it is one."""
+    created: set[type] = set()
+    if frame.f_code.co_name == "__init__":  # a dataclass has one, too
+        created = {type(frame.f_locals["self"])} if "self" in frame.f_locals else set()
+    elif "_cls" in frame.f_locals:  # the ``__new__`` of a named tuple
+        created = {frame.f_locals["_cls"]}
+    return {one for one in created if one.__module__.startswith("ebbflow.")}
+
+
 class Darkness(Reward):
     """How dark an image is, from 0 to 1."""
 
@@ -105,6 +122,7 @@ def record_first_step(algorithm: str = "flow_grpo") -> CallRecorder:
     """Run an online stage of one small step on a glyph model with random weights, and record it."""
     recipe = Recipe.model_validate(
         {
+            # All parameters, as adapters only add their own functions to the path.
             "policy": {"train": "full"},
             "stages": [
                 {
@@ -113,6 +131,7 @@ def record_first_step(algorithm: str = "flow_grpo") -> CallRecorder:
                     "steps": 1,
                     "prompts_per_step": 2,
                     "group_size": 4,
+                    # Both groups in one request, so that nothing is done twice.
                     "micro_batch": 8,
                     "updates_per_step": 1,
                     "sampler": {"steps": 4},
@@ -121,6 +140,7 @@ def record_first_step(algorithm: str = "flow_grpo") -> CallRecorder:
         }
     )
     ctx = StageContext(recipe, 0, 0)
+    # In memory: a stage from folder to folder would load and save models around the step.
     policy = Policy(build_glyph_model(GlyphTrainingConfig()), recipe.policy, 0)
     updater = PolicyUpdater(policy, ctx.online_config)
     workers = open_local_workers(ctx, updater, Scorer(((Darkness(), 1.0),)))
@@ -145,13 +165,14 @@ def count_lines(path: str) -> dict[int, int]:
     lengths = {}
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            # Python says that a decorated function begins with its first decorator.
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             lengths[first] = (node.end_lineno or node.lineno) - node.lineno + 1
     return lengths
 
 
 def print_functions(recorder: CallRecorder) -> None:
-    """Print each function with its lines and its callers, by file."""
+    """Print each function with its lines and its callers, by file, and the classes."""
     for path in recorder.files:
         functions = sorted(function for function in recorder.callers if function.path == path)
         lengths = count_lines(path)
@@ -159,6 +180,8 @@ def print_functions(recorder: CallRecorder) -> None:
         for function in sorted(functions, key=lambda function: function.line):
             callers = ", ".join(sorted(recorder.callers[function]))
             print(f"  {function.name}, {lengths[function.line]} lines, from {callers}")
+    names = sorted(f"{created.__module__}.{created.__name__}" for created in recorder.created_types)
+    print("\n".join(["objects of:", *(f"  {name}" for name in names)]))
 
 
 def main() -> None:
@@ -169,7 +192,10 @@ def main() -> None:
     recorder = record_first_step(arguments.algorithm)
     if arguments.list:
         print_functions(recorder)
-    print(f"{len(recorder.callers)} functions in {len(recorder.files)} files")
+    print(
+        f"{len(recorder.callers)} functions in {len(recorder.files)} files,"
+        f" {len(recorder.created_types)} types"
+    )
 
 
 if __name__ == "__main__":

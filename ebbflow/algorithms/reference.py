@@ -35,24 +35,18 @@ def compute_penalty(
     """Compute the penalty of each row, [M], before its weight; ``reference`` is the velocity of
     the reference at the same points, [M, ...].
     """
-    divergence = _compute_divergence(config, rows, velocity, reference)
+    if config.penalty == "velocity":
+        divergence = mean_per_row((velocity - reference) ** 2)
+    else:
+        # The recipe allows a KL for trajectories alone.
+        assert isinstance(rows, TrajectoryRows)
+        divergence = compute_gaussian_kl(rows.transition, rows.copies[config.copy_name].mean)
+        # b^2 = s^2 |dt|, so 1 / (2 s^2) = |dt| / (2 b^2). The b of cps has no dt to take out.
+        if config.penalty == "kl_without_dt" and rows.transition.sampler.std_has_dt:
+            divergence = divergence * rows.transition.dt.abs()
     # A factor of 0 leaves the row free; the others make up for it, so that the mean is over them.
     if isinstance(rows, TrajectoryRows) and rows.penalty_factor is not None:
         return rows.penalty_factor * divergence
-    return divergence
-
-
-def _compute_divergence(
-    config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor
-) -> Tensor:
-    if config.penalty == "velocity":
-        return mean_per_row((velocity - reference) ** 2)
-    # The recipe allows a KL for trajectories alone.
-    assert isinstance(rows, TrajectoryRows)
-    divergence = compute_gaussian_kl(rows.transition, rows.copies[config.copy_name].mean)
-    # b^2 = s^2 |dt|, so 1 / (2 s^2) = |dt| / (2 b^2). The b of cps has no dt to take out.
-    if config.penalty == "kl_without_dt" and rows.transition.sampler.std_has_dt:
-        return divergence * rows.transition.dt.abs()
     return divergence
 
 

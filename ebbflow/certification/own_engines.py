@@ -5,6 +5,7 @@ that an online stage puts around it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,10 @@ class RoundedDiffusers(Diffusers):
         self.quantization = quantization
 
     def generate(self, *arguments: Any, **keywords: Any) -> tuple[Rollouts, np.ndarray]:
-        with quantize_linears(self.policy.model, self.quantization):
+        rounded: AbstractContextManager[None] = nullcontext()
+        if self.quantization is not None:
+            rounded = quantize_linears(self.policy.model, self.quantization)
+        with rounded:
             return super().generate(*arguments, **keywords)
 
 

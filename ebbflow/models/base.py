@@ -94,10 +94,6 @@ class Conditioning:
             )
         )
 
-    def to_float32(self) -> Conditioning:
-        """In float32, but for masks."""
-        return self.to_dtype(torch.float32)
-
     def to_dtype(self, dtype: torch.dtype) -> Conditioning:
         """In another precision, but for masks."""
         parts = [self]
@@ -137,7 +133,7 @@ class Conditioning:
         # Negative prompts may be there for the guided reference alone; the policy, which generates
         # without guidance, would pay for them with a pass of twice the rows.
         needed = self.without_guidance() if self.guidance == 1 else self
-        return needed.to_float32() if precision == "float32" else needed
+        return needed.to_dtype(torch.float32) if precision == "float32" else needed
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
         tensors = {name: change(values) for name, values in self.tensors.items()}
@@ -358,7 +354,9 @@ def predict_in_float32(
     second copy; a compiled network runs as it is.
     """
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), _WidenTo32Bits():
-        return model.predict_velocity(latents.float(), sigma, conditioning.to_float32()).float()
+        return model.predict_velocity(
+            latents.float(), sigma, conditioning.to_dtype(torch.float32)
+        ).float()
 
 
 class _WidenTo32Bits(TorchFunctionMode):

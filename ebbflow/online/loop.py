@@ -254,9 +254,10 @@ class OnlineLoop:
             await queue.start_rollouts()
             batch = await queue.next_batch(step)
             batch = await self._refill_groups(batch)
-            self.sampler.update_curriculum(
-                *compute_reward_moments(batch.scores.reward, batch.prompt_ids)
-            )
+            if self.config.curriculum:
+                self.sampler.update_curriculum(
+                    *compute_reward_moments(batch.scores.reward, batch.prompt_ids)
+                )
             advantages = compute_step_advantages(
                 self.ctx,
                 batch,

@@ -131,13 +131,13 @@ class PromptSampler:
                 f" of at most {moments.std.max():.4g}; widen min_reward, max_reward or min_std"
             )
         # The first pass is a first look at the rewards, so the curriculum need not begin blind.
-        self.update_curriculum(prompt_ids, moments)
+        if self.config.curriculum:
+            self.update_curriculum(prompt_ids, moments)
 
     def update_curriculum(self, prompt_ids: np.ndarray, moments: Moments) -> None:
-        """Follow the rewards of some groups, where there is a ``curriculum``."""
+        """Follow the rewards of some groups: the stage has a ``curriculum``."""
         config = self.config.curriculum
-        if not config:
-            return
+        assert config is not None
         for prompt, mean, std in zip(
             prompt_ids.tolist(), moments.mean.tolist(), moments.std.tolist(), strict=True
         ):

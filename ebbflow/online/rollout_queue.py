@@ -119,6 +119,8 @@ class RolloutQueue:
         self.workers = workers
         self.sampler = sampler
         self.embeddings = embeddings
+        # Guardrails are scored in validations alone.
+        self.with_sound = reads_any(ctx.branch_recipe.rewards, "sounds")
         self.max_steps_ahead = count_steps_ahead(ctx.online_config)
         self.weights = WeightsVersion(0)
         self.spans: list[TraceSpan] = []
@@ -315,8 +317,7 @@ class RolloutQueue:
                 size=size,
                 cache=ctx.online_config.rollout_cache,
                 quantization=ctx.online_config.rollout_quantization,
-                # Guardrails are scored in validations alone.
-                with_sound=reads_any(ctx.branch_recipe.rewards, "sounds"),
+                with_sound=self.with_sound,
             )
             requests.append(request)
         return requests

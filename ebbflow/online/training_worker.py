@@ -70,12 +70,15 @@ class TrainingWorker:
             scorer: the rewards, where the algorithm learns from their gradient.
 
         Raises:
+            RecipeError: the algorithm's kind has no rows to train on.
             RewardError: a reward has no gradient, and the algorithm learns from it.
             ModelError: a reward looks at images, and the model's family does not decode with
                 gradient.
         """
         self.ctx = ctx
         self.updater = updater
+        # Before the first rollout, so that a kind without rows costs none.
+        self.kind = trainable_kind(ctx.config.hyper_parameters.kind)
         self.metadata = metadata
         self.rank = rank
         self.scorer = scorer
@@ -118,10 +121,8 @@ class TrainingWorker:
             generate_in_size(self.updater.policy.model, requests[0].size),
         ):
             joined, exchange = self.join_step(rollouts)
-            samples, metrics = _build_step_samples(
-                self.ctx, self.updater, requests, advantages, joined, self.scorer, exchange
-            )
-            metrics |= _train_on_samples(self.ctx, samples, advantages, step, exchange)
+            samples, metrics = self._build_step_samples(requests, advantages, joined, exchange)
+            metrics |= self._train_on_samples(samples, advantages, step, exchange)
             metrics |= self.updater.finish_step()
         return TrainingReport(
             metrics, self.updater.updates, self.updater.alarms, self.timer.drain_spans()
@@ -132,6 +133,131 @@ class TrainingWorker:
         other ranks; None where all are here.
         """
         return join_rollouts(rollouts), None
+
+    def _build_step_samples(
+        self,
+        requests: Sequence[RolloutRequest],
+        advantages: AdvantageResult,
+        rollouts: Rollouts,
+        exchange: SampleExchange | None,
+    ) -> tuple[StepSamples, dict[str, float]]:
+        """Join the samples of a step's requests, with the rollout correction applied; return the
+        metrics of the correction, too.
+
+        Args:
+            exchange: where samples lie on the ranks that generated them.
+        """
+        updater = self.updater
+        # Losses with a copy of the policy from before the step compare with the policy as it is
+        # now.
+        updater.start_rollout()
+        keys = SampleKeys.join_keys([request.keys for request in requests])
+        conditioning, sample_index = _join_conditioning(requests)
+        conditioning = conditioning.to(device_of(updater.policy.model))
+        if not self.ctx.config.guidance_in_loss:
+            conditioning = conditioning.without_guidance()
+        trajectory = rollouts.trajectory
+        metrics: dict[str, float] = {}
+        if trajectory is not None and updater.correction is not None:
+            if exchange:
+                exchange.bring(list_predicted_samples(len(keys), exchange.ranks.world))
+            trajectory, metrics = apply_rollout_correction(
+                updater, trajectory, conditioning, keys, torch.from_numpy(sample_index)
+            )
+        if trajectory is not None and advantages.of_steps is not None:
+            # In a tree, a step that several samples share is trained once: NaN marks the others.
+            keep = torch.from_numpy(~np.isnan(advantages.of_steps))  # (N, W)
+            if trajectory.keep is not None:
+                keep = keep.to(trajectory.keep.device) & trajectory.keep
+            trajectory = replace(trajectory, keep=keep)
+        samples = StepSamples(
+            updater=updater,
+            keys=keys,
+            prompts=[prompt for request in requests for prompt in request.prompts],
+            conditioning=conditioning,
+            sample_index=sample_index,
+            advantages=advantages.row_advantages,
+            penalty_factor=advantages.penalty_factor,
+            latents=rollouts.latents,
+            trajectory=trajectory,
+            velocities=rollouts.velocities,
+            scorer=self.scorer,
+        )
+        return samples, metrics
+
+    def _train_on_samples(
+        self,
+        samples: StepSamples,
+        advantages: AdvantageResult,
+        step: int,
+        exchange: SampleExchange | None,
+    ) -> dict[str, float]:
+        """Take all updates of a step, one after another.
+
+        Returns:
+            metrics averaged over the updates, and ``skipped_updates``: those for which no sample
+                was left to train on.
+        """
+        updater = self.updater
+        kind = self.kind
+        # Ranks that share the tokens of a row count as one.
+        ranks = updater.policy.row_ranks
+        prompt_sets = {prompt.prompt_id: prompt.source for prompt in samples.prompts}
+        updates: list[dict[str, float]] = []
+        for selected in self._split_groups_over_updates(samples, advantages, step):
+            groups = kind.list_trained_groups(samples, selected)
+            # The correction may have rejected all samples; the skipped update is counted below.
+            if not groups:
+                continue
+            if exchange:
+                groups = _bring_groups(exchange, kind, samples, groups)
+            # All ranks count passes over all groups, so that they run the same number of
+            # collectives.
+            passes = count_shared_micro_batches(
+                groups,
+                ranks.world,
+                kind.rows_per_entry(updater.hyper),
+                self.ctx.online_config.pass_size,
+            )
+            rows, earlier_metrics = kind.build_batch(samples, shard_for_rank(groups, ranks), passes)
+            if rows.inputs.predicted:
+                # Predictions with the rollout's graphs come in the rollout's own passes, each of
+                # them a group: their graphs cannot be cut otherwise.
+                passes = int(rows.group_index[-1]) + 1
+            # With fewer groups than ranks every rank has all of them.
+            num_repeats = ranks.world if len(groups) < ranks.world else 1
+            update_metrics = updater.update_policy(rows, passes, prompt_sets, num_repeats)
+            updates.append(earlier_metrics | update_metrics)
+        metrics = kind.summarise_first_update(updates[0]) if updates else {}
+        # Only before the first update of a stage should the ratio be 1: no weight has moved.
+        if updater.steps == 0 and samples.trajectory is not None:
+            updater.alarms += find_first_update_alarms(
+                self.ctx.online_config,
+                updater.policy.model.precision,
+                metrics,
+                samples.latents[0].numel(),
+            )
+        num_skipped = self.ctx.online_config.updates_per_step - len(updates)
+        return metrics | _average_metrics(updates) | {"skipped_updates": num_skipped}
+
+    def _split_groups_over_updates(
+        self, samples: StepSamples, advantages: AdvantageResult, step: int
+    ) -> list[SampleGroups]:
+        """The algorithm's sample groups, shuffled and split over the updates of a step; fewer
+        updates when groups are too few.
+        """
+        updater = self.updater
+        prompt_ids = np.array(samples.keys.prompt_ids)
+        groups = updater.algorithm.select(
+            advantages.values, advantages.keep, prompt_ids, updater.hyper
+        )
+        # Every rank draws the same order, from the seed and the step alone.
+        generator = make_generator(
+            self.ctx.stage_seed, prompt_id=0, sample=step, step=0, stream=Stream.ORDER
+        )
+        shuffled = [groups[index] for index in generator.permutation(len(groups))]
+        parts = split_evenly(shuffled, self.ctx.online_config.updates_per_step)
+        return [part for part in parts if part]
 
     def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         """The weights that generate from now on, whole, on the CPU of rank 0. The other ranks only
@@ -215,63 +341,6 @@ class TrainingWorker:
         restore_updater(folder, self.updater)
 
 
-def _build_step_samples(
-    ctx: StageContext,
-    updater: PolicyUpdater,
-    requests: Sequence[RolloutRequest],
-    advantages: AdvantageResult,
-    rollouts: Rollouts,
-    scorer: Scorer | None,
-    exchange: SampleExchange | None,
-) -> tuple[StepSamples, dict[str, float]]:
-    """Join the samples of a step's requests, with the rollout correction applied; return the
-    metrics of the correction, too.
-
-    Args:
-        scorer: the rewards, where the algorithm learns from their gradient.
-        exchange: where samples lie on the ranks that generated them.
-    """
-    # Losses with a copy of the policy from before the step compare with the policy as it is now.
-    updater.start_rollout()
-    keys = SampleKeys.join_keys([request.keys for request in requests])
-    conditioning, sample_index = _join_conditioning(requests)
-    conditioning = conditioning.to(device_of(updater.policy.model))
-    if not ctx.config.guidance_in_loss:
-        conditioning = conditioning.without_guidance()
-    trajectory = rollouts.trajectory
-    metrics: dict[str, float] = {}
-    if exchange and updater.correction:
-        exchange.bring(list_predicted_samples(len(keys), exchange.ranks.world))
-    if trajectory is not None:
-        trajectory, metrics = apply_rollout_correction(
-            updater,
-            trajectory,
-            conditioning,
-            keys,
-            torch.from_numpy(sample_index),
-        )
-        if advantages.of_steps is not None:
-            # In a tree, a step that several samples share is trained once: NaN marks the others.
-            keep = torch.from_numpy(~np.isnan(advantages.of_steps))  # (N, W)
-            if trajectory.keep is not None:
-                keep = keep.to(trajectory.keep.device) & trajectory.keep
-            trajectory = replace(trajectory, keep=keep)
-    samples = StepSamples(
-        updater=updater,
-        keys=keys,
-        prompts=[prompt for request in requests for prompt in request.prompts],
-        conditioning=conditioning,
-        sample_index=sample_index,
-        advantages=advantages.row_advantages,
-        penalty_factor=advantages.penalty_factor,
-        latents=rollouts.latents,
-        trajectory=trajectory,
-        velocities=rollouts.velocities,
-        scorer=scorer,
-    )
-    return samples, metrics
-
-
 def _join_conditioning(requests: Sequence[RolloutRequest]) -> tuple[Conditioning, np.ndarray]:
     """Join the conditioning of requests, one row for each prompt, and the row of each sample."""
     conditioning = Conditioning.concatenate([request.conditioning for request in requests])
@@ -281,72 +350,6 @@ def _join_conditioning(requests: Sequence[RolloutRequest]) -> tuple[Conditioning
         [r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]
     )
     return conditioning, sample_index
-
-
-def _train_on_samples(
-    ctx: StageContext,
-    samples: StepSamples,
-    advantages: AdvantageResult,
-    step: int,
-    exchange: SampleExchange | None,
-) -> dict[str, float]:
-    """Take all updates of a step, one after another.
-
-    Returns:
-        metrics averaged over the updates, and ``skipped_updates``: those for which no sample was
-            left to train on.
-    """
-    updater = samples.updater
-    kind = trainable_kind(updater.hyper.kind)
-    ranks = updater.policy.row_ranks
-    prompt_sets = {prompt.prompt_id: prompt.source for prompt in samples.prompts}
-    updates: list[dict[str, float]] = []
-    for selected in _split_groups_over_updates(ctx, samples, advantages, step):
-        groups = kind.list_trained_groups(samples, selected)
-        # The correction may have rejected all samples; the skipped update is counted below.
-        if not groups:
-            continue
-        if exchange:
-            groups = _bring_groups(exchange, kind, samples, groups)
-        # All ranks count passes over all groups, so that they run the same number of collectives.
-        passes = count_shared_micro_batches(
-            groups, ranks.world, kind.rows_per_entry(updater.hyper), ctx.online_config.pass_size
-        )
-        rows, earlier_metrics = kind.build_batch(samples, shard_for_rank(groups, ranks), passes)
-        if rows.inputs.predicted:
-            # Predictions with the rollout's graphs come in the rollout's own passes, each of them a
-            # group: their graphs cannot be cut otherwise.
-            passes = int(rows.group_index[-1]) + 1
-        # With fewer groups than ranks every rank has all of them.
-        num_repeats = ranks.world if len(groups) < ranks.world else 1
-        update_metrics = updater.update_policy(rows, passes, prompt_sets, num_repeats)
-        updates.append(earlier_metrics | update_metrics)
-    metrics = kind.summarise_first_update(updates[0]) if updates else {}
-    # Only before the first update of a stage should the ratio be 1: no weight has moved.
-    if updater.steps == 0 and samples.trajectory is not None:
-        updater.alarms += find_first_update_alarms(
-            ctx.online_config, updater.policy.model.precision, metrics, samples.latents[0].numel()
-        )
-    num_skipped = ctx.online_config.updates_per_step - len(updates)
-    return metrics | _average_metrics(updates) | {"skipped_updates": num_skipped}
-
-
-def _split_groups_over_updates(
-    ctx: StageContext, samples: StepSamples, advantages: AdvantageResult, step: int
-) -> list[SampleGroups]:
-    """The algorithm's sample groups, shuffled and split over the updates of a step; fewer updates
-    when groups are too few.
-    """
-    updater = samples.updater
-    prompt_ids = np.array(samples.keys.prompt_ids)
-    groups = updater.algorithm.select(advantages.values, advantages.keep, prompt_ids, updater.hyper)
-    # Every rank draws the same order, from the seed and the step alone.
-    generator = make_generator(
-        ctx.stage_seed, prompt_id=0, sample=step, step=0, stream=Stream.ORDER
-    )
-    shuffled = [groups[index] for index in generator.permutation(len(groups))]
-    parts = split_evenly(shuffled, ctx.online_config.updates_per_step)
-    return [part for part in parts if part]
 
 
 def _bring_groups(

@@ -38,18 +38,14 @@ def score_samples(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]
     """
     # Other people's code and servers: what hangs is named.
     with watch(f"the reward {reward.name!r}, scoring {len(samples)} samples,"):
-        return _call_reward(reward, samples, prompts)
-
-
-def _call_reward(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    if reward.scores in ("groups", "pairs"):
-        return score_groups(reward, samples, prompts)
-    if reward.scores == "videos" and samples.ndim == 4:
-        raise RewardError(
-            f"the reward {reward.name!r} scores videos and got images; set model.frames, or leave"
-            " it out"
-        )
-    return reward(samples, prompts)
+        if reward.scores in ("groups", "pairs"):
+            return score_groups(reward, samples, prompts)
+        if reward.scores == "videos" and samples.ndim == 4:
+            raise RewardError(
+                f"the reward {reward.name!r} scores videos and got images; set model.frames, or"
+                " leave it out"
+            )
+        return reward(samples, prompts)
 
 
 def check_result(name: str, result: RewardResult, count: int) -> RewardResult:

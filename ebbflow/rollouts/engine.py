@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,11 +146,14 @@ class Diffusers:
         # A trajectory is compared with the predictions of training: it must come from the same
         # products.
         merged = nullcontext() if plan else self.policy.merge_adapters(self.precision)
+        rounded: AbstractContextManager[None] = nullcontext()
+        if quantization is not None:
+            rounded = quantize_linears(model, quantization)
         # Read at every call, because a validation may have it generate with another copy.
         with (
             self.policy.use_copy(self.generates),
             merged,
-            quantize_linears(model, quantization),
+            rounded,
         ):
             rollouts = generate_samples(
                 model,

@@ -43,10 +43,10 @@ ATTENTION_LAYERS = [r"(single_)?(transformer_)?blocks\.\d+\.attn\d?"]
 
 @contextmanager
 def cache_features(
-    model: Model, cache: recipe.FeatureCacheConfig | None, steps: int, precision: Precision
+    model: Model, cache: recipe.FeatureCacheConfig, steps: int, precision: Precision
 ) -> Iterator[None]:
     """Have the network reuse features of its earlier calls inside the block, which denoises one
-    micro-batch; None changes nothing.
+    micro-batch.
 
     Args:
         steps: denoising steps of the schedule; the network is called once in each.
@@ -54,9 +54,6 @@ def cache_features(
     Raises:
         ModelError: the network has other hooks, or no layers that the cache knows.
     """
-    if cache is None:
-        yield
-        return
     with hook_networks(model, cache.name, partial(_apply_cache, cache, steps, precision)):
         yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -159,7 +160,10 @@ def generate_samples(
     for part in split_into_equal_passes(len(keys), micro_batch):
         part_conditioning = conditioning.select_rows(part)
         part_keys = keys.select_samples(part)
-        with cache_features(model, cache, len(steps.solvers), precision):
+        cached: AbstractContextManager[None] = nullcontext()
+        if cache is not None:
+            cached = cache_features(model, cache, len(steps.solvers), precision)
+        with cached:
             parts.append(
                 _denoise_micro_batch(
                     model, part_conditioning, part_keys, sampler, steps, plan, precision, with_graph

@@ -24,9 +24,8 @@ CAPABILITY = (8, 9)
 
 
 @contextmanager
-def quantize_linears(model: Model, quantization: Quantization | None) -> Iterator[None]:
-    """Have the linear layers of the network's blocks compute in 8 bits inside the block; None
-    changes nothing.
+def quantize_linears(model: Model, quantization: Quantization) -> Iterator[None]:
+    """Have the linear layers of the network's blocks compute in 8 bits inside the block.
 
     A GPU rounds weights row by row and activations token by token to e4m3, and multiplies in 8
     bits. Elsewhere only the weights are rounded, and the products are those of 16 bits.
@@ -34,9 +33,6 @@ def quantize_linears(model: Model, quantization: Quantization | None) -> Iterato
     Raises:
         ModelError: the GPU cannot, the weights are sharded, or no layer is large enough.
     """
-    if quantization is None:
-        yield
-        return
     linears = _find_linears(model)
     weights = {name: linear.weight for name, linear in linears.items()}
     biases = {name: linear.bias for name, linear in linears.items()}

@@ -37,7 +37,7 @@ def apply_rollout_correction(
     sample_index: Tensor | None = None,
 ) -> tuple[Trajectory, dict[str, float]]:
     """Return the trajectory as the stage's correction sees it, with the weight of each row and
-    which rows stay, and the diagnostics; without a correction, the trajectory as it is.
+    which rows stay, and the diagnostics.
 
     Every process of an FSDP group calls it with the same arguments and gets the same result, where
     the trajectory lies; each predicts for a share of the samples.
@@ -51,9 +51,7 @@ def apply_rollout_correction(
     stage = updater.stage
     assert isinstance(stage, OnlineStageConfig)
     correction = updater.correction
-    if correction is None:
-        return trajectory, {}
-
+    assert correction is not None, "the caller asks whether the stage has one"
     ranks = updater.policy.row_ranks
     num_samples = len(keys)
     num_steps = len(trajectory.steps)

@@ -25,7 +25,9 @@ def stage_keys(correction, **rest):
 def correct(updater, made):
     """(what the correction says of a rollout, its metrics, the rows that it leaves)."""
     trajectory, conditioning, keys = made
-    found, metrics = apply_rollout_correction(updater, trajectory, conditioning, keys)
+    found, metrics = trajectory, {}
+    if updater.correction is not None:
+        found, metrics = apply_rollout_correction(updater, trajectory, conditioning, keys)
     advantage = samples(updater.policy.model)[2]
     return (
         found,
@@ -75,12 +77,14 @@ def test_a_correction_of_exact_rollouts_changes_no_step(base_folder):
 
 def test_without_a_correction_the_rollout_stands_as_it_is(model):
     updater = updater_of(model, "mix_grpo", **stage_keys(None))
+    assert updater.correction is None
     made = rollout(model, updater.stage.sampler, STEPS, "bfloat16")
-    found, metrics, _ = correct(updater, made)
-    assert metrics == {}
-    assert found is made[0]
-    assert found.keep is None
-    assert found.weight is None
+    with pytest.raises(AssertionError, match="the caller asks"):
+        apply_rollout_correction(updater, *made)
+    batch = correct(updater, made)[2]
+    assert len(batch.inputs) == 18
+    assert torch.equal(batch.old_log_prob, made[0].log_probs.flatten())
+    assert torch.equal(batch.weight, torch.ones(18))
 
 
 def test_the_ratio_of_a_rough_rollout_is_against_what_the_mode_says(model):
