@@ -27,7 +27,10 @@ def test_a_stage_goes_through_all_its_phases(tmp_path):
     assert all(found[f"{phase} MiB"] >= 0 for phase in scale.PHASES)
 
 
-@pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("precision", "size"),
+    [pytest.param("float32", 4, marks=pytest.mark.exhaustive), ("bfloat16", 2)],
+)
 def test_latents_are_stored_and_read_in_their_precision(tmp_path, precision, size):
     found = scale.measure_latents(tmp_path, precision)
     assert found["KiB"] > 0.9 * size * 2 * 4 * 8 / 1024

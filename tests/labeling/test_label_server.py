@@ -415,7 +415,15 @@ def command_line(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], st
             process.kill()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how",
+    [
+        signal.SIGINT,
+        # As SIGINT, but that Python raises nothing.
+        pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive),
+        signal.SIGKILL,
+    ],
+)
 def test_however_the_command_ends_the_answers_are_there(tmp_path, how):
     champion = write_evaluation(tmp_path / "a.parquet", "a", range(10, 20))
     candidate = write_evaluation(tmp_path / "b.parquet", "b", range(60, 70))

@@ -10,6 +10,7 @@ from pipeline_cases import (
     NEWER,
     NEWER_FAMILIES_IN_TEST_ALL,
     NEWEST,
+    NEWEST_FAMILIES_IN_TEST_ALL,
     SHORT,
     TINY,
     few_tokens,
@@ -138,7 +139,7 @@ def test_half_precision_draws_nearly_the_same_image(open_tiny, tiny, name):
     assert errors["float16"] < errors["bfloat16"] < (0.2 if guided(name) else 0.5)
 
 
-@pytest.mark.parametrize("name", [*TINY, *NEWER])
+@pytest.mark.parametrize("name", NEWEST_FAMILIES_IN_TEST_ALL)
 def test_a_prediction_in_float32_is_that_of_widened_weights(open_tiny, name):
     """The network of 16 bits is as it was afterwards."""
     model = open_tiny(name, precision="bfloat16", **few_tokens(name))
