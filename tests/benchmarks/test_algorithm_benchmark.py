@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from benchmarks.algorithms import ENTRIES, build_recipe
+from benchmarks.algorithms import ENTRIES, build_recipe, identify_run
 from benchmarks.algorithms_report import (
     BOTH_GOALS,
     OCR_GOAL,
@@ -60,6 +60,14 @@ def test_every_group_has_a_title():
 def test_the_goal_is_passed_between_two_evaluations(scores, seconds):
     curve = [{"cpu_seconds": 10.0 * number, "ocr": score} for number, score in enumerate(scores)]
     assert interpolate_seconds(curve, 0.9) == (pytest.approx(seconds) if seconds else None)
+
+
+def test_a_run_on_other_held_out_prompts_takes_no_place_of_one_that_is_there():
+    older_run = {"name": "crd", "seed": 1, "cpu_seconds": 45.0}
+    newer_run = older_run | {"split": SPLIT_OF_SEED}
+    assert identify_run(older_run) != identify_run(newer_run)
+    assert identify_run(newer_run) == identify_run(newer_run | {"cpu_seconds": 20.0})
+    assert identify_run(newer_run) != identify_run(newer_run | {"seed": 2})
 
 
 def test_the_other_reader_is_read_at_the_moment_of_the_goal():
