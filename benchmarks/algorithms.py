@@ -108,6 +108,7 @@ def main() -> None:
                 "seed": seed,
                 "cpu_seconds": seconds,
                 "settings": settings,
+                # asked for too: a run on the prompts of all seeds does not count as finished
                 "split": SPLIT_OF_SEED,
             }
             # a run with other settings under the same name is not this one
@@ -168,6 +169,7 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
         nonlocal spent_evaluating
         spent = time.process_time() - start - spent_evaluating
         training.append({"cpu_seconds": spent, **metrics})
+        # Closer at first, where scores rise fast: an evaluation takes as long as two steps.
         evaluated = curve[-1]["cpu_seconds"]
         if spent >= evaluated + max(EVALUATE_EVERY, EVALUATE_SHARE * evaluated):
             evaluation_start = time.process_time()

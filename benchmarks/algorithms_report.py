@@ -86,6 +86,7 @@ def _group_by_row(runs: Runs) -> dict[str, Runs]:
     """Return the runs of each row: of an entry and a way to hold prompts out, with its marks."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
+        # An entry may have been measured in both ways: those runs must not share a mean.
         mark = "" if "split" in run else " †"
         rows.setdefault(run["name"] + mark, []).append(run)
     return {
@@ -147,6 +148,8 @@ def _find_best_policy_gradient(
     medians = []
     for runs in policy_gradients.values():
         seconds = _list_seconds_to_goals(runs, OCR_GOAL)
+        # A median over some of the seeds is a lower bound, and CPU-seconds of another processor are
+        # not those of the others.
         if len(seconds) == len(runs) and _list_conditions(runs, cpu) == conditions:
             medians.append(median(seconds))
     return min(medians, default=None)
@@ -160,12 +163,14 @@ def _list_conditions(runs: Runs, cpu: str) -> set[tuple[str, str | None]]:
 
 
 def _name_commits(runs: Runs) -> str:
+    # Each once, in the order of the page; older runs have none.
     commits = dict.fromkeys(run["commit"] for run in runs if "commit" in run)
     return f" (measured at {', '.join(commits)})" if commits else ""
 
 
 def _name_other_machines(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> str:
     """Return a sentence for each processor that is not the page's: its rows had other seconds."""
+    # A set that keeps the order of the page.
     names: dict[str, dict[str, None]] = {}
     for rows in groups.values():
         for row, runs in rows.items():
@@ -245,6 +250,7 @@ def _format_seconds(runs: Runs, goals: dict[str, float]) -> str:
         return "–"
     # a median over some of the seeds is a lower bound, so how many is shown
     count = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)})"
+    # A tenth of the fastest entries' seconds is less than a second.
     seconds = median(reached)
     return f"{seconds:.0f}{count}" if seconds >= 10 else f"{seconds:.1f}{count}"
 
@@ -276,7 +282,9 @@ def interpolate_score(curve: Curve, goals: dict[str, float], score: str) -> floa
     """
     # The first crossing: a noisy curve may fall below the goals again.
     for earlier, later in zip(curve, curve[1:], strict=False):
+        # A score that was not measured at an evaluation has not passed its goal there.
         if all(later.get(name, -math.inf) >= goal for name, goal in goals.items()):
+            # Without the point before there is no line to interpolate on.
             if not {*goals, score} <= earlier.keys() & later.keys():
                 return None
             # The one that is passed last; one that was passed before does not count.
