@@ -57,6 +57,16 @@ SLOWEST_FIRST = [
     "test_ray_workers",
     "test_post_train",
     "test_ray",
+    "test_verification",
+    "test_shared_tokens",
+    "test_aspect_ratios",
+    "test_compile",
+    "test_colocated",
+    "test_memory_count",
+    "test_verify_again",
+    "test_killed",
+    "test_reused_forward",
+    "test_killed_turn",
     # Of `make test-flyte`; without a Flyte they are skipped.
     "test_schedule",
     "test_operators",
@@ -64,7 +74,9 @@ SLOWEST_FIRST = [
     "test_interruptions",
     "test_ray_pods",
 ]
-"""Files that take minutes: first, or all cores but one would wait for the last of them."""
+"""Files that take half a minute or minutes: first, or all cores but one would wait for the last of
+them.
+"""
 
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter is registered by a hook of its own
