@@ -25,6 +25,7 @@ from ebbflow.data.model_sizes import BYTES
 from ebbflow.data.prompt_windows import PROMPTS_PER_WINDOW
 from ebbflow.estimate.memory import Memory, ProcessMemory
 from ebbflow.estimate.work import count_recorded_latents
+from ebbflow.recipe import Recipe
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.stage import StageContext
 
@@ -85,6 +86,12 @@ def count_encoded_prompts(ctx: StageContext) -> int:
     else:
         at_once = math.ceil(count / ctx.offline_config.shards)
     return min(count, 2 * max(PROMPTS_PER_WINDOW, at_once))
+
+
+def count_evaluated_prompts(recipe: Recipe) -> int:
+    """Return how many encoded prompts an evaluation has at a time, at most."""
+    count = recipe.prompts.validation + recipe.prompts.held_out
+    return min(count, 2 * max(PROMPTS_PER_WINDOW, recipe.evaluation.micro_batch))
 
 
 def _count_prompts(ctx: StageContext) -> int:

@@ -16,7 +16,12 @@ from ebbflow.data.model_sizes import (
     count_lora_parameters,
     select_adapted_layers,
 )
-from ebbflow.estimate.main_memory import add_encoding, count_encoded_prompts, count_part_bytes
+from ebbflow.estimate.main_memory import (
+    add_encoding,
+    count_encoded_prompts,
+    count_evaluated_prompts,
+    count_part_bytes,
+)
 from ebbflow.estimate.memory import Memory, ProcessMemory
 from ebbflow.estimate.stage_memory import estimate_stage_memory
 from ebbflow.estimate.work import PNG_BYTES_PER_PIXEL, Work, estimate_work
@@ -48,8 +53,8 @@ class Estimate:
         stored: bytes that a whole run leaves in the artifact store, by kind.
         main_memory: bytes of text encoders and VAE, which wait in main memory.
         prompt: bytes of one encoded prompt; each different prompt waits in main memory.
-        embeddings: bytes of the encoded prompts that a stage has at a time, the largest one, in
-            files of its machine, if all of its prompts differ.
+        embeddings: bytes of the encoded prompts that a stage or an evaluation has at a time, the
+            largest one, in files of its machine, if all of its prompts differ.
 
     Example:
         ``ebbflow estimate workflows/recipes/tiny.yaml`` prints these::
@@ -174,7 +179,7 @@ def estimate_from_sizes(
         main_memory=parts,
         prompt=process_memory.prompt_bytes,
         embeddings=process_memory.prompt_bytes
-        * max(map(count_encoded_prompts, contexts), default=0),
+        * max([count_evaluated_prompts(recipe), *map(count_encoded_prompts, contexts)]),
         nodes=nodes,
         sharding=sharding,
         context_parallel=context_parallel,

@@ -100,7 +100,8 @@ def _describe_memory(estimate: Estimate) -> list[str]:
         f"  Beside it, in main memory: {estimate.main_memory / GIB:.1f} GiB of text encoders and"
         f" VAE, and {estimate.prompt / 2**20:.2f} MiB for each different prompt.",
         f"  On the disk of its machine: {estimate.embeddings / GIB:.3g} GiB, the encoded prompts of"
-        f" a stage, if all of them differ, and of at most {2 * PROMPTS_PER_WINDOW:,} at a time;"
+        " a stage or an evaluation, if all of them differ, and of at most"
+        f" {2 * PROMPTS_PER_WINDOW:,} at a time;"
         " refill_rounds, a curriculum and a prompt_filter encode all training prompts at once.",
     ]
     encoding = estimate.memory["text encoding"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ebbflow.compute import set_up_process
 from ebbflow.data.images import encode_pngs
+from ebbflow.data.prompt_windows import build_prompt_windows
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import build_evaluation_schema, name_statistic_column
@@ -216,44 +218,48 @@ def evaluate_on_prompts(
         EvaluationError: no sample is finite.
     """
     clock = Clock()
-    with clock.measure_phase("sampling"):
-        encode = build_shared_lookup(model, prompts)
     # The further samples have micro-batches of their own: the first ones are the same bytes however
     # many there are.
-    repeats = list_repeats(recipe, prompts)
-    repeated_prompts = [prompt for prompt, _ in repeats]
-    indices = [index for _, index in repeats]
-    # Merged adapters save their products in every pass.
-    with policy.merge_adapters():
-        first = _generate_and_score(
-            recipe, model, scorer, prompts, [0 for _ in prompts], encode, label, clock, look
+    wanted = [(prompt, 0) for prompt in prompts]
+    batches = _split_into_micro_batches(recipe, wanted)
+    batches += _split_into_micro_batches(recipe, list_repeats(recipe, prompts))
+    prompts_of_batches = [[prompt for prompt, _ in batch] for batch in batches]
+    # Empty on all ranks but the first.
+    samples: list[_Samples] = []
+    squares: list[tuple[float, int]] = []
+    for window in build_prompt_windows(prompts_of_batches):
+        with clock.measure_phase("sampling"):
+            encode = build_shared_lookup(model, window.prompts)
+        rounds = deal_in_rounds(batches[window.steps.start : window.steps.stop])
+        # Merged adapters save their products in every pass.
+        with policy.merge_adapters():
+            parts = _generate_and_score(recipe, model, scorer, rounds, encode, label, clock, look)
+        samples += collect_rounds(parts)
+        # Not with merged adapters: the base model is the policy with its adapters off.
+        squares += collect_rounds(_sum_drifts(model, policy, parts, encode))
+    return call_on_first(
+        lambda: _write_evaluation(
+            recipe, _Samples.concatenate(samples), squares, label, version, clock, path, look
         )
-        again: list[_Samples | None] = []
-        if repeats:
-            again = _generate_and_score(
-                recipe, model, scorer, repeated_prompts, indices, encode, label, clock, look
-            )
-    # Not with merged adapters: the base model is the policy with its adapters off.
-    squares = [
-        None
-        if part is None
-        else sum_drift(
+    )
+
+
+def _sum_drifts(
+    model: Model, policy: Policy, parts: list[_Samples | None], encode: Encode
+) -> list[tuple[float, int] | None]:
+    """``sum_drift`` of the first samples; None for further ones, and where there are none."""
+    return [
+        sum_drift(
             model,
             policy,
             build_evaluation_keys(part.prompts),
             part.latents,
             encode(part.prompts),
         )
-        for part in first
+        if part is not None and part.indices[0] == 0
+        else None
+        for part in parts
     ]
-    # Empty on all ranks but the first.
-    samples = [*collect_rounds(first), *collect_rounds(again)]
-    sums = list(collect_rounds(squares))
-    return call_on_first(
-        lambda: _write_evaluation(
-            recipe, _Samples.concatenate(samples), sums, label, version, clock, path, look
-        )
-    )
 
 
 def _write_evaluation(
@@ -337,8 +343,7 @@ def _generate_and_score(
     recipe: Recipe,
     model: Model,
     scorer: Scorer,
-    prompts: list[Prompt],
-    indices: list[int],
+    rounds: Sequence[Sequence[tuple[Prompt, int]] | None],
     encode: Encode,
     label: str,
     clock: Clock,
@@ -347,18 +352,21 @@ def _generate_and_score(
     """Generate, score and describe the samples of this rank's rounds in batches, as the
     uncompressed videos of all prompts would not fit in memory; None in a last round that has none
     for it.
+
+    Args:
+        rounds: the samples of each batch, as prompts and which sample of its prompt each is.
     """
     sampler = recipe.evaluation.sampler_with_steps
     parts: list[_Samples | None] = []
-    rounds = deal_in_rounds(_split_into_micro_batches(recipe, len(prompts)))
     quiet = Ranks.current().rank > 0
-    for part in show_progress(f"evaluating {label}", "batch", rounds, quiet=quiet):
-        if part is None:
+    for wanted in show_progress(f"evaluating {label}", "batch", rounds, quiet=quiet):
+        if wanted is None:
             parts.append(None)
             continue
-        batch = prompts[part]
+        batch = [prompt for prompt, _ in wanted]
+        indices = [index for _, index in wanted]
         with clock.measure_phase("sampling"):
-            keys = build_evaluation_keys(batch, indices[part], look)
+            keys = build_evaluation_keys(batch, indices, look)
             with watch(f"evaluating {label}: generating {len(batch)} samples"):
                 latents = generate_samples(
                     model, encode(batch), keys, sampler, micro_batch=len(batch)
@@ -380,7 +388,7 @@ def _generate_and_score(
         parts.append(
             _Samples(
                 batch,
-                indices[part],
+                indices,
                 latents.cpu(),
                 pngs,
                 scores,
@@ -428,10 +436,12 @@ def _average_over_prompts(
     return averages
 
 
-def _split_into_micro_batches(recipe: Recipe, count: int) -> list[slice]:
-    """Split ``count`` rows into slices of ``evaluation.micro_batch`` rows."""
+def _split_into_micro_batches(
+    recipe: Recipe, wanted: Sequence[tuple[Prompt, int]]
+) -> list[Sequence[tuple[Prompt, int]]]:
+    """Split samples into batches of ``evaluation.micro_batch``."""
     size = recipe.evaluation.micro_batch
-    return [slice(start, start + size) for start in range(0, count, size)]
+    return [wanted[start : start + size] for start in range(0, len(wanted), size)]
 
 
 def _average_drift(sums: list[tuple[float, int]]) -> float:

@@ -235,8 +235,14 @@ def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):
 
 
 def test_all_prompts_of_the_largest_stage_lie_encoded_on_the_disk(make_recipe):
-    online = estimate_recipe(make_recipe({"steps": 5, "prompts_per_step": 3}, {"prompts": 4}))
-    offline = estimate_recipe(make_recipe({"steps": 1, "prompts_per_step": 3}, {"prompts": 4}))
+    evaluated = {"validation": 1, "held_out": 2}
+
+    def estimate(steps):
+        online = {"steps": steps, "prompts_per_step": 3}
+        return estimate_recipe(make_recipe(online, {"prompts": 4}, prompts=evaluated))
+
+    online = estimate(5)
+    offline = estimate(1)
     assert online.embeddings == 5 * 3 * online.prompt
     assert offline.embeddings == 4 * offline.prompt
 
@@ -268,6 +274,20 @@ def test_of_many_prompts_two_windows_lie_encoded_on_the_disk(make_recipe, kind):
         chosen = estimate(4 * PROMPTS_PER_WINDOW, curriculum={})
         assert chosen.embeddings == 4 * PROMPTS_PER_WINDOW * chosen.prompt
         assert encoding_of(chosen) == encoding_of(at_once)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "at_a_time"),
+    [(6000, 6020), (4 * PROMPTS_PER_WINDOW, 2 * PROMPTS_PER_WINDOW)],
+)
+def test_an_evaluation_of_many_prompts_has_two_windows_on_the_disk(
+    make_recipe, held_out, at_a_time
+):
+    recipe = make_recipe(
+        {"steps": 5}, prompts={"count": 20000, "validation": 20, "held_out": held_out}
+    )
+    estimate = estimate_recipe(recipe)
+    assert estimate.embeddings == at_a_time * estimate.prompt
 
 
 def test_extremes_alone_are_trained_on(make_recipe):

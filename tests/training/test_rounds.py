@@ -87,6 +87,15 @@ def evaluate_table(recipe: Recipe, base: Path, prompts: list[Prompt], path: Path
     return evaluate_on_prompts(recipe, policy.model, policy, 3, judge, prompts, "one", path)
 
 
+def evaluate_table_in_windows(
+    recipe: Recipe, base: Path, prompts: list[Prompt], path: Path
+) -> Evaluation:
+    """As ``evaluate_table``; windows of two micro-batches of two prompts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", 4)
+        return evaluate_table(recipe, base, prompts, path)
+
+
 def run_as_rank(
     work: Callable[..., object], recipe: Recipe, base: Path, prompts: list[Prompt], path: Path
 ) -> None:
@@ -121,8 +130,9 @@ def test_two_ranks_write_the_rollouts_of_one_process_bit_for_bit(
     assert about == about_alone
 
 
+@pytest.mark.parametrize("evaluate", [evaluate_table, evaluate_table_in_windows])
 def test_two_ranks_write_the_evaluation_of_one_process_bit_for_bit(
-    make_recipe, make_prompts, base_folder: Path, tmp_path: Path
+    evaluate, make_recipe, make_prompts, base_folder: Path, tmp_path: Path
 ) -> None:
     settings = {"steps": 3, "micro_batch": 2, "samples": 2, "repeated_prompts": 3}
     recipe = make_recipe(evaluation=settings)
@@ -132,7 +142,7 @@ def test_two_ranks_write_the_evaluation_of_one_process_bit_for_bit(
     ]
     alone = evaluate_table(recipe, base_folder, prompts, tmp_path / "alone")
     assert alone.velocity_drift > 0
-    as_two_ranks(run_as_rank, evaluate_table, recipe, base_folder, prompts, tmp_path / "shared")
+    as_two_ranks(run_as_rank, evaluate, recipe, base_folder, prompts, tmp_path / "shared")
     assert (tmp_path / "shared.0").read_bytes() == (tmp_path / "alone").read_bytes()
     for rank in range(2):
         assert (tmp_path / f"evaluation-{rank}").read_text() == describe_evaluation(alone)
