@@ -131,6 +131,7 @@ def parse_checkout(text: str) -> tuple[str, Path]:
 
 def load_script(name: str, checkout: Path) -> ModuleType:
     """Import the training script of a checkout, without running it."""
+    # By its path: "scripts" is no package of theirs, and may be one of somebody else's.
     spec = importlib.util.spec_from_file_location(f"peer_{name}", checkout / SCRIPTS[name])
     assert spec is not None
     assert spec.loader is not None
@@ -146,6 +147,7 @@ def _import_from(checkout: Path) -> Iterator[None]:
     modules = dict(sys.modules)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    # First, so that a package of the same name that is installed is not taken for it.
     sys.path.insert(0, str(checkout))
     for name in UNUSED:
         if importlib.util.find_spec(name) is None:
@@ -153,6 +155,7 @@ def _import_from(checkout: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # Functions keep the modules that they need; the next checkout imports its own.
         sys.path.remove(str(checkout))
         for name in sys.modules.keys() - modules.keys():
             if name.partition(".")[0] in ("flow_grpo", *UNUSED):
@@ -181,6 +184,7 @@ def build_peer_pipeline(size: PeerSize) -> StableDiffusion3Pipeline:
 
 
 def build_optimizer_as_they_do(parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
+    # Not fused: theirs is torch's default.
     return torch.optim.AdamW(
         parameters, lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=1e-4, eps=1e-8
     )
@@ -194,6 +198,7 @@ def compute_their_advantages(tracker: Any, size: PeerSize, rewards: Tensor) -> T
     """Compute advantages [N, TRAINED]: both scripts repeat a reward for each trained step."""
     names = np.repeat([f"prompt {number}" for number in range(size.prompts)], size.group_size)
     repeated = rewards.unsqueeze(1).repeat(1, TRAINED)
+    # Float64, as the tracker computes them; the losses of both scripts are float64 from there on.
     advantages = torch.as_tensor(tracker.update(names, repeated.numpy()))
     tracker.clear()
     return advantages
@@ -232,8 +237,9 @@ def run_their_pipeline(
             "prompt_embeds": rows["embeds"],
             "pooled_prompt_embeds": rows["pooled"],
             "timesteps": pipeline.scheduler.timesteps.repeat(size.batch, 1),
-            "latents": torch.stack(latents, dim=1),
+            "latents": torch.stack(latents, dim=1),  # [n, STEPS + 1, C, H, W]
         }
+        # A deterministic solver has none.
         if log_probs[0] is not None:
             batch["log_probs"] = torch.stack(log_probs, dim=1)
         batches.append(batch)
@@ -272,6 +278,7 @@ def build_flow_grpo_step(script: Any, size: PeerSize, prompts: Conditioning) -> 
         samples = run_their_pipeline(
             script, pipeline, size, prompts, noise_level=config.sample.noise_level
         )
+        # The latents before and after each step, [N, STEPS, C, H, W] each.
         latents = samples.pop("latents")
         samples |= {"latents": latents[:, :-1], "next_latents": latents[:, 1:]}
         samples["advantages"] = compute_their_advantages(tracker, size, torch.rand(size.images))
@@ -284,6 +291,7 @@ def build_flow_grpo_step(script: Any, size: PeerSize, prompts: Conditioning) -> 
                 embeds = torch.cat([prompts.negative["embeds"][rows], embeds])
                 pooled = torch.cat([prompts.negative["pooled"][rows], pooled])
             for step in range(TRAINED):
+                # Gradients add up over all steps of all batches; the last pass clips and steps.
                 with accelerator.accumulate(transformer):
                     _, log_prob, _, _ = script.compute_log_prob(
                         transformer, pipeline, batch, step, embeds, pooled, config
@@ -312,6 +320,7 @@ def build_diffusion_nft_step(script: Any, size: PeerSize, prompts: Conditioning)
     """Build a step as ``main`` of DiffusionNFT's scripts/train_nft_sd3.py takes it."""
     pipeline = build_peer_pipeline(size)
     network = pipeline.transformer
+    # Two sets of adapters on one network: the script switches between them for each prediction.
     network.add_adapter("old", network.peft_config["default"])
     parameters = {}
     for adapter in ("default", "old"):
@@ -346,6 +355,7 @@ def build_diffusion_nft_step(script: Any, size: PeerSize, prompts: Conditioning)
         optimizer.step()
         optimizer.zero_grad()
         steps_taken += 1
+        # Kind 1: .001 more at each step, up to .5.
         decay = script.return_decay(steps_taken, 1)
         with torch.no_grad():
             for current, old in zip(parameters["default"], parameters["old"], strict=True):
@@ -374,6 +384,7 @@ def compute_nft_loss(network: Any, batch: Mapping[str, Tensor], step: int) -> Te
         )[0]
         return prediction
 
+    # Three predictions at the same points, one of them with gradient.
     network.set_adapter("old")
     with torch.no_grad():
         old = predict()
@@ -462,6 +473,7 @@ def build_our_flow_grpo_step(size: PeerSize, prompts: Conditioning, best: bool) 
             prompts,
             side.keys,
             stage.sampler,
+            # Every step but the last has noise, as every step of the peer's has.
             Plan(trained, trained),
             size.batch,
             with_graph=best,
@@ -535,6 +547,7 @@ def list_peer_cases(checkouts: Mapping[str, Path]) -> Iterator[Case]:
             prompts = generate_random_prompts(
                 size.network, size.images, guidance, torch.device("cpu"), torch.float32
             )
+            # One side of theirs for both rows; ours are built anew, as compiling changes models.
             theirs = build_theirs(script, size, prompts)
             for best in (False, True):
                 settings = "with our best settings" if best else "with our defaults"
