@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 
 from benchmarks.tiny_models import build_tiny
 from ebbflow.models.families import load_adapter
+from ebbflow.models.families.qwen_image_edit import QwenImageEditModel
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
@@ -18,7 +20,15 @@ from ebbflow.recipe.rollout_cache import (
     TaylorSeerCacheConfig,
 )
 from ebbflow.rollouts.generate import generate_samples
-from tests.models.pipeline_cases import draws_videos, few_tokens, guidance, guided, keys, prompts
+from tests.models.pipeline_cases import (
+    EDITED_PIXELS,
+    draws_videos,
+    few_tokens,
+    guidance,
+    guided,
+    keys,
+    prompts,
+)
 
 STEPS = 6
 SKIPPING = {
@@ -41,7 +51,9 @@ CACHED = [
 
 
 @pytest.mark.parametrize("family", CACHED)
-def test_caches_of_a_family_skip_and_change_nothing_where_they_do_not(family, tmp_path):
+def test_caches_of_a_family_skip_and_change_nothing_where_they_do_not(
+    family, tmp_path, monkeypatch
+):
     folder = tmp_path / family
     build_tiny(family, folder)
     frames = {"frames": 9} if draws_videos(family) else {}
@@ -55,6 +67,11 @@ def test_caches_of_a_family_skip_and_change_nothing_where_they_do_not(family, tm
         **frames,
     )
     model = load_adapter(family).load(folder, config, torch.device("cpu"))
+    # Of a picture of a megapixel a pass takes seconds.
+    if isinstance(model, QwenImageEditModel):
+        model.edited_pixels = EDITED_PIXELS
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", EDITED_PIXELS)
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", EDITED_PIXELS // 2)
     rows = prompts(family)
     conditioning = model.encode_prompts(rows)
     num_rows = len(rows) * (1 + guided(family))
