@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from typing import Any
 
@@ -22,13 +21,11 @@ from ebbflow.commands import (
     servers,
     signing,
 )
+from ebbflow.commands.loading import reduce_garbage_collection
 from ebbflow.extras import explain_import_error
 from ebbflow.logs import configure_logging
 from ebbflow.recipe.plugins import extend_import_path
 from ebbflow.watchdog import enable_stack_dumps
-
-GARBAGE_THRESHOLD = 10_000
-"""New objects after which Python looks for garbage."""
 
 
 class CommandGroup(click.Group):
@@ -56,9 +53,7 @@ def main() -> None:
 
     EBBFLOW_LOG_LEVEL sets how much is logged: DEBUG, INFO (default), WARNING or ERROR.
     """
-    # Nearly all objects that torch and diffusers make as they are imported stay: Python's default,
-    # to look for garbage after every 700 of them, spends CPU time on nothing.
-    gc.set_threshold(GARBAGE_THRESHOLD)
+    reduce_garbage_collection()
     try:
         configure_logging()
         enable_stack_dumps()

@@ -14,7 +14,7 @@ How
       verify, rollback. ``gate_policy``: gate-policy. ``signing``: make-key, sign, adopt.
       ``certify``: certify, check-certificate.
       ``servers``: serve-reward, label. ``projects``: init.
-    - ``options``: options that several commands have.
+    - ``options``: options that several commands have. ``loading``: imports of heavy packages.
 
 Gotchas
     - A module here imports click and the recipe at its top, and everything else in the bodies of

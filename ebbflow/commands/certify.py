@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import LOADING, OutputPath
+from ebbflow.commands.loading import import_libraries
+from ebbflow.commands.options import OutputPath
 from ebbflow.recipe import RecipeError, load_recipe
 from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.model import ModelConfig
 
-logger = logging.getLogger(__name__)
 CERTIFICATE = "certificate.json"
 PAGE = "certificate.md"
 GUIDANCE = 4.0
@@ -73,13 +72,13 @@ def certify(
     Exits with 0 if all that the engine offers passed, with 1 if a line failed, with 3 if none
     failed and one could not be measured.
     """
-    logger.info(LOADING)
-    from ebbflow.certification.bench import CertificateSettings  # imports torch
-    from ebbflow.certification.certificate import EXIT_STATUS
-    from ebbflow.certification.certify import certify_engine, open_certified_engine
-    from ebbflow.certification.page import write_page
-    from ebbflow.models import ModelError
-    from ebbflow.registry.signing import SignatureError
+    with import_libraries():
+        from ebbflow.certification.bench import CertificateSettings  # imports torch
+        from ebbflow.certification.certificate import EXIT_STATUS
+        from ebbflow.certification.certify import certify_engine, open_certified_engine
+        from ebbflow.certification.page import write_page
+        from ebbflow.models import ModelError
+        from ebbflow.registry.signing import SignatureError
 
     try:
         config = _read_model(model, family, size, guidance)

@@ -53,5 +53,3 @@ STORE = click.option(
     type=click.Path(path_type=Path),
     help="The recipe whose MLflow store it is; left out, MLFLOW_TRACKING_URI or runs/mlflow.db.",
 )
-LOADING = "loading torch, diffusers and MLflow, which takes seconds"
-"""What a command logs before it imports them."""

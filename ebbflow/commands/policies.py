@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import LOADING, STORE, OutputPath
+from ebbflow.commands.loading import import_libraries
+from ebbflow.commands.options import STORE, OutputPath
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.families import find_family
 
-logger = logging.getLogger(__name__)
 NOTHING_TO_VERIFY = 3
 """The exit status of ``verify`` where nothing failed and nothing could be verified; click has 2."""
 
@@ -45,11 +44,11 @@ def export(
 
     The last line of the output is the line of Python that loads it.
     """
-    logger.info(LOADING)
-    from ebbflow.models import ModelError  # imports torch
-    from ebbflow.storage.artifacts import ArtifactError
-    from ebbflow.training.export import export_pipeline, how_to_load_pipeline
-    from ebbflow.training.policy_metadata import PolicyError
+    with import_libraries():
+        from ebbflow.models import ModelError  # imports torch
+        from ebbflow.storage.artifacts import ArtifactError
+        from ebbflow.training.export import export_pipeline, how_to_load_pipeline
+        from ebbflow.training.policy_metadata import PolicyError
 
     try:
         metadata = export_pipeline(base, policy, target, overwrite, allow_code)
@@ -103,15 +102,15 @@ def evaluate(policy: str, against: str, recipe: Path, output: Path, base: Path |
     is registered and nothing of the error budget is spent. Writes a page with the pictures of both
     side by side, and prints the table and the reasons.
     """
-    logger.info(LOADING)
-    from ebbflow.comparison import policy_page  # imports torch
-    from ebbflow.comparison.policies import compare_policies
-    from ebbflow.data.prompts import PromptError
-    from ebbflow.evaluation.evaluate import EvaluationError
-    from ebbflow.launch import pin_rewards
-    from ebbflow.registry.drawing import ERRORS
-    from ebbflow.rewards.base import RewardError
-    from ebbflow.tracking.store import resolve_tracking_uri
+    with import_libraries():
+        from ebbflow.comparison import policy_page  # imports torch
+        from ebbflow.comparison.policies import compare_policies
+        from ebbflow.data.prompts import PromptError
+        from ebbflow.evaluation.evaluate import EvaluationError
+        from ebbflow.launch import pin_rewards
+        from ebbflow.registry.drawing import ERRORS
+        from ebbflow.rewards.base import RewardError
+        from ebbflow.tracking.store import resolve_tracking_uri
 
     try:
         resolved = pin_rewards(load_recipe(recipe))
@@ -135,9 +134,9 @@ def evaluate(policy: str, against: str, recipe: Path, output: Path, base: Path |
 )
 def rollback(recipe: Path, to: int | None) -> None:
     """Restore the previous champion of the model that RECIPE promotes."""
-    logger.info("opening the registry of MLflow")
-    from ebbflow.registry import promotion  # imports MLflow
-    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
+    with import_libraries("opening the registry of MLflow"):
+        from ebbflow.registry import promotion  # imports MLflow
+        from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 
     try:
         resolved = load_recipe(recipe)
@@ -178,10 +177,10 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
     with status 3 if nothing failed and there was nothing to decide it by: the version was
     registered without its policy's digest or the gate's record.
     """
-    logger.info("opening the registry of MLflow")
-    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
-    from ebbflow.training.policy_metadata import list_named_code
-    from ebbflow.verification.checks import ESSENTIAL, verify_version
+    with import_libraries("opening the registry of MLflow"):
+        from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
+        from ebbflow.training.policy_metadata import list_named_code
+        from ebbflow.verification.checks import ESSENTIAL, verify_version
 
     try:
         user_recipe = load_recipe(recipe) if recipe else Recipe()
@@ -260,9 +259,9 @@ def draw(
 
     MODEL is a registered model, which means its champion, MODEL@ALIAS, MODEL/3, or a policy folder.
     """
-    logger.info(LOADING)
-    from ebbflow.registry import drawing  # imports torch
-    from ebbflow.tracking.store import resolve_tracking_uri
+    with import_libraries():
+        from ebbflow.registry import drawing  # imports torch
+        from ebbflow.tracking.store import resolve_tracking_uri
 
     # Each sample has a seed of its own, so that one picture can be generated again alone.
     seeds = range(seed, seed + samples)

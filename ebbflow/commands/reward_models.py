@@ -4,17 +4,15 @@ questions.
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import LOADING, OutputPath
+from ebbflow.commands.loading import import_libraries
+from ebbflow.commands.options import OutputPath
 from ebbflow.recipe import RecipeError, load_recipe
 from ebbflow.recipe.output_folder import check_output_folder
-
-logger = logging.getLogger(__name__)
 
 
 @click.command("train-reward")
@@ -25,14 +23,14 @@ def train_reward(recipe: Path) -> None:
 
     Started again, it resumes after the last epoch, and trains nothing where nothing has changed.
     """
-    logger.info(LOADING)
-    from ebbflow.data.labels import LabelFileError
-    from ebbflow.reward_training.run import train_and_register
-    from ebbflow.rewards.base import RewardError
-    from ebbflow.storage.artifacts import ArtifactError
-    from ebbflow.storage.disk import DiskFullError
-    from ebbflow.storage.locks import FolderInUseError
-    from ebbflow.tracking.store import TrackingError
+    with import_libraries():
+        from ebbflow.data.labels import LabelFileError
+        from ebbflow.reward_training.run import train_and_register
+        from ebbflow.rewards.base import RewardError
+        from ebbflow.storage.artifacts import ArtifactError
+        from ebbflow.storage.disk import DiskFullError
+        from ebbflow.storage.locks import FolderInUseError
+        from ebbflow.tracking.store import TrackingError
 
     try:
         resolved = load_recipe(recipe)

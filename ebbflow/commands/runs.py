@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import tempfile
 from pathlib import Path
 
 import click
 
-from ebbflow.commands.options import LOADING, PROCESSES, STORE
+from ebbflow.commands.loading import import_libraries
+from ebbflow.commands.options import PROCESSES, STORE
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.output_folder import refuse_root_folder
-
-logger = logging.getLogger(__name__)
 
 
 @click.command()
@@ -60,9 +58,9 @@ def compare(first: str, second: str, output: Path | None) -> None:
 
     To compare their policies by the rules of the gate on the same noise, use `ebbflow evaluate`.
     """
-    logger.info("drawing the curves and pictures of both runs")
-    from ebbflow.comparison.run_page import write_run_page  # imports matplotlib
-    from ebbflow.comparison.runs import RunFolderError, find_recipe_differences, open_run_folder
+    with import_libraries("drawing the curves and pictures of both runs"):
+        from ebbflow.comparison.run_page import write_run_page  # imports matplotlib
+        from ebbflow.comparison.runs import RunFolderError, find_recipe_differences, open_run_folder
 
     try:
         with tempfile.TemporaryDirectory(prefix="ebbflow-compare-") as scratch:
@@ -121,15 +119,15 @@ def replay(
     RUN is the folder of a local run or the id of its MLflow run. The policy is trained again up to
     the step.
     """
-    logger.info(LOADING)
-    from ebbflow.models import ModelError  # imports torch
-    from ebbflow.replay.output import PAGE
-    from ebbflow.replay.tracked_step import replay_step
-    from ebbflow.rewards.base import RewardError
-    from ebbflow.storage.artifacts import ArtifactError
-    from ebbflow.tracking.store import TrackingError
-    from ebbflow.training.policy_metadata import PolicyError
-    from ebbflow.training.replay import ReplayError
+    with import_libraries():
+        from ebbflow.models import ModelError  # imports torch
+        from ebbflow.replay.output import PAGE
+        from ebbflow.replay.tracked_step import replay_step
+        from ebbflow.rewards.base import RewardError
+        from ebbflow.storage.artifacts import ArtifactError
+        from ebbflow.tracking.store import TrackingError
+        from ebbflow.training.policy_metadata import PolicyError
+        from ebbflow.training.replay import ReplayError
 
     # "1.1 online" and "1.1" name the same stage, and have the same folder.
     target = output or Path(f"replay-{stage.partition(' ')[0]}-{step}")
@@ -162,9 +160,9 @@ def replay(
 def ui(recipe: Path | None, port: int, browser: bool) -> None:
     """Serve MLflow's UI on 127.0.0.1, and print the addresses of runs, reward curves and
     registry."""
-    logger.info("starting MLflow, which takes seconds")
-    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
-    from ebbflow.tracking.ui import serve_ui
+    with import_libraries("starting MLflow, which takes seconds"):
+        from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
+        from ebbflow.tracking.ui import serve_ui
 
     try:
         # Without a recipe: the store of the environment, or the one of local runs.

@@ -13,9 +13,6 @@ import fsspec
 from ebbflow.models.prepare import cache_base_folder
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.secrets import redact_secrets
-from ebbflow.registry.download import download_registered_data
-from ebbflow.registry.lookup import find_named_version, find_version_with_base
-from ebbflow.registry.serving import find_base_folder
 from ebbflow.storage.artifacts import COMMIT
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 
@@ -59,6 +56,12 @@ def open_model_folders(
             base = base or _find_base(Path(model), tracking_uri, Path(scratch))
             yield ModelFolders(base, Path(model), model)
         else:
+            # A policy folder whose base model is named needs no registry, and its imports cost more
+            # than a small picture.
+            from ebbflow.registry.download import download_registered_data
+            from ebbflow.registry.lookup import find_named_version
+            from ebbflow.registry.serving import find_base_folder
+
             version = find_named_version(tracking_uri, model.removeprefix("models:/"))
             data = download_registered_data(tracking_uri, version, Path(scratch))
             name = f"{version.name} version {version.version}"
@@ -96,6 +99,9 @@ def _find_base(policy: Path, tracking_uri: str, scratch: Path) -> Path:
     for commit in sorted(policy.resolve().parents[1].glob(f"*/base/{COMMIT}")):
         if commit.read_text(errors="replace") == metadata.base_digest:
             return commit.parent
+    from ebbflow.registry.download import download_registered_data  # imports MLflow
+    from ebbflow.registry.lookup import find_version_with_base
+
     version = find_version_with_base(tracking_uri, metadata.base_digest)
     if version:
         return download_registered_data(tracking_uri, version, scratch) / "base"

@@ -12,11 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Literal
-
-from mlflow import MlflowClient
-from mlflow.entities import Run
-from mlflow.exceptions import MlflowException
+from typing import TYPE_CHECKING, Literal
 
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import sanitize_text
@@ -24,6 +20,10 @@ from ebbflow.recipe.paths import check_store_uri
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.storage.disk import DiskFullError, atomic_write, sync_path
 from ebbflow.storage.locks import wait_for_lock
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 EXECUTION = "flyte.execution_id"
 NODE = "ebbflow.node"
@@ -103,6 +103,10 @@ def connect_to_store(uri: str) -> MlflowClient:
         TrackingError: a SQLite file is not a whole MLflow store, or cannot be read or written.
         DiskFullError: no space was left to make it.
     """
+    # Here, as a command that only names its store does without the seconds that MLflow takes.
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
     # MLflow's client reads these from the environment at each request and has no arguments for
     # them. setdefault: what a user has set stays.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")

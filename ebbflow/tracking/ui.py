@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,9 @@ import time
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
-from urllib.error import URLError
+from http import HTTPStatus
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
 from urllib.request import urlopen
 
 from ebbflow.tracking.store import TrackingError, connect_to_store, find_sqlite_file
@@ -24,31 +27,13 @@ START_SECONDS = 300
 """Its imports take seconds, and a minute on a busy laptop."""
 
 
-def list_pages(server: str, uri: str, experiment: str) -> dict[str, str]:
+def list_pages(server: str, experiment_id: str) -> dict[str, str]:
     """The address of each page that a user looks for, by its name.
 
     Args:
         server: where the UI is.
-        uri: of the store, to find the experiment in.
-        experiment: its name.
-
-    Raises:
-        TrackingError: there is no such store, or it has no such experiment.
     """
-    database = find_sqlite_file(uri)
-    # a client would make an empty one, wherever the command was started
-    if database and not database.is_file():
-        raise TrackingError(
-            f"no MLflow store at {uri}; run this where the pipeline ran, or name a recipe with"
-            " --recipe"
-        )
-    stored_experiment = connect_to_store(uri).get_experiment_by_name(experiment)
-    if stored_experiment is None:
-        raise TrackingError(
-            f"{uri} has no experiment {experiment!r} yet; run a recipe first, or name one with"
-            " --recipe"
-        )
-    runs = f"{server}/#/experiments/{stored_experiment.experiment_id}/runs?{MODE}"
+    runs = f"{server}/#/experiments/{experiment_id}/runs?{MODE}"
     return {
         "runs": runs,
         "reward curves of all runs": f"{runs}&compareRunsMode=CHART",
@@ -73,10 +58,21 @@ def serve_ui(
         TrackingError: the store has no such experiment, or the server does not start.
     """
     if uri.startswith(("http://", "https://")):
-        _show_addresses(list_pages(uri.rstrip("/"), uri, experiment), browser, say)
+        # With MLflow's client, as the server may want a password or a token.
+        stored_experiment = connect_to_store(uri).get_experiment_by_name(experiment)
+        if stored_experiment is None:
+            raise _build_no_experiment_error(uri, experiment)
+        pages = list_pages(uri.rstrip("/"), stored_experiment.experiment_id)
+        _show_addresses(pages, browser, say)
         return 0
+    database = find_sqlite_file(uri)
+    # MLflow would make an empty one, wherever the command was started
+    if database and not database.is_file():
+        raise TrackingError(
+            f"no MLflow store at {uri}; run this where the pipeline ran, or name a recipe with"
+            " --recipe"
+        )
     server = f"http://127.0.0.1:{port}"
-    addresses = list_pages(server, uri, experiment)
     options = {
         "--backend-store-uri": uri,
         "--port": str(port),
@@ -99,7 +95,11 @@ def serve_ui(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _wait_for_server(process, server)
-        _show_addresses(addresses, browser, say)
+        # Asked of the server: it has imported MLflow, which costs this process two CPU seconds.
+        experiment_id = _ask_experiment_id(server, experiment)
+        if experiment_id is None:
+            raise _build_no_experiment_error(uri, experiment)
+        _show_addresses(list_pages(server, experiment_id), browser, say)
         say("Ctrl-C ends it.")
         return process.wait()
     except KeyboardInterrupt:
@@ -137,6 +137,29 @@ def _wait_for_server(process: subprocess.Popen[bytes], server: str) -> None:
         except (URLError, TimeoutError, ConnectionError):
             time.sleep(0.2)
     raise TrackingError(f"MLflow's UI does not answer at {server} after {START_SECONDS} s")
+
+
+def _ask_experiment_id(server: str, experiment: str) -> str | None:
+    """Ask a server for the id of an experiment by its REST API; None if there is none.
+
+    Raises:
+        TrackingError: the server answers with another error.
+    """
+    address = f"{server}/api/2.0/mlflow/experiments/get-by-name?experiment_name={quote(experiment)}"
+    try:
+        with urlopen(address, timeout=60) as answer:
+            return str(json.load(answer)["experiment"]["experiment_id"])
+    except HTTPError as error:
+        if error.code == HTTPStatus.NOT_FOUND:
+            return None
+        raise TrackingError(f"MLflow's UI at {server} fails: {error}, see above") from error
+
+
+def _build_no_experiment_error(uri: str, experiment: str) -> TrackingError:
+    return TrackingError(
+        f"{uri} has no experiment {experiment!r} yet; run a recipe first, or name one with"
+        " --recipe"
+    )
 
 
 def _show_addresses(addresses: dict[str, str], browser: bool, say: Callable[[str], None]) -> None:

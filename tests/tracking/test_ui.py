@@ -19,7 +19,7 @@ from ebbflow.tracking.ui import list_pages, serve_ui
 
 def test_every_page_is_in_the_mode_that_has_the_registry(recipe: Recipe) -> None:
     run = start_run(recipe, None)
-    addresses = list_pages("http://127.0.0.1:5000", run.tracking_uri, "ebbflow")
+    addresses = list_pages("http://127.0.0.1:5000", run.experiment_id)
     assert addresses["runs"].startswith(
         f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs?"
     )
@@ -27,9 +27,13 @@ def test_every_page_is_in_the_mode_that_has_the_registry(recipe: Recipe) -> None
     assert "/#/models?" in addresses["registry"]
 
 
-def test_a_store_without_runs_is_named(recipe: Recipe) -> None:
+def test_a_server_without_runs_is_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = start_run(recipe, None).tracking_uri
+    monkeypatch.setattr(
+        "ebbflow.tracking.ui.connect_to_store", lambda server: connect_to_store(uri)
+    )
     with pytest.raises(TrackingError, match="no experiment 'nothing' yet; run a recipe first"):
-        list_pages("http://127.0.0.1:5000", start_run(recipe, None).tracking_uri, "nothing")
+        serve_ui("http://server:5000", "nothing", 5000, False, print)
 
 
 def test_a_store_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
