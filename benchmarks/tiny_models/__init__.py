@@ -11,20 +11,22 @@ writes one.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from diffusers import DiffusionPipeline
-from torch import nn
-from transformers.utils.logging import disable_progress_bar as silence_transformers
-
-from ebbflow.models.base import ModelError
-from ebbflow.recipe.base_folder import find_index
+from ebbflow.recipe.base_folder import ModelError, find_index
 from ebbflow.recipe.plugins import import_object
 from ebbflow.storage.artifacts import check_replaceable
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from torch import nn
+
+# Before transformers is imported, which reads it then: it warns of parts that nothing here uses.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 SHARED = ("__init__", "__main__", "parts", "tokenizers")
 """Files of this folder that hold no model."""
 # found by their files: a new model needs no entry, as a new family in the library needs none
@@ -47,11 +49,16 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
     if name not in TINY:
         raise ModelError(f"there is no tiny {name!r}; take one of {', '.join(TINY)}")
     check_replaceable(folder, overwrite=False)
+    # Not at the top: the command first says what the libraries shall do without (__main__.py).
+    import torch
+    from torch import nn
+    from transformers.utils.logging import disable_progress_bar as silence_transformers
+
     silence_transformers()
     # imported by name: a model's file imports pipelines of diffusers that take seconds to load
     builder: Callable[[], DiffusionPipeline] = import_object(TINY[name])
     # the caller's random state stays as it was
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         pipeline = builder()
         # Attention alone averages most of the prompt away when weights are small.
@@ -70,14 +77,15 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
     index.write_text(named.replace('"TokenizersBackend"', '"LlamaTokenizerFast"'))
 
 
-@torch.no_grad()
 def _draw_weights(part: nn.Module, gain: float) -> None:
     """Draw matrices and kernels from N(0, gain^2 / fan-in), and move what is constant (biases,
-    norms, gates) by .1 N(0, 1).
+    norms, gates) by .1 N(0, 1). The caller needs no gradients.
 
     The libraries' own scales suit great widths: at these, the output would hardly depend on the
     prompt.
     """
+    import torch
+
     # constant as constructed: biases 0, norms 1. A gate of exactly 0 would switch its block off.
     for weight in part.parameters():
         if weight.min() == weight.max():

@@ -157,8 +157,7 @@ def _ask_experiment_id(server: str, experiment: str) -> str | None:
 
 def _build_no_experiment_error(uri: str, experiment: str) -> TrackingError:
     return TrackingError(
-        f"{uri} has no experiment {experiment!r} yet; run a recipe first, or name one with"
-        " --recipe"
+        f"{uri} has no experiment {experiment!r} yet; run a recipe first, or name one with --recipe"
     )
 
 

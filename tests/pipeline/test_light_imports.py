@@ -1,10 +1,14 @@
-"""What the pods of short tasks import before they begin: seconds of every node of a run."""
+"""What the pods of short tasks import before they begin: seconds of every node of a run. And what
+commands do without.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+
+import pytest
 
 LIGHT = [
     "choose_candidate",
@@ -34,6 +38,16 @@ for name in sys.argv[1:]:
     importlib.import_module(f"tasks.{name}")
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
+COMMANDS = {
+    # MLflow's server is a process of its own, and says what the command asks
+    "ui": ("ebbflow.tracking.ui", HEAVY),
+    # it says what diffusers does without, which is too late once that is imported
+    "tiny": ("benchmarks.tiny_models.__main__", HEAVY),
+    # a policy folder whose base model is named needs no registry
+    "draw": ("ebbflow.registry.drawing", {"mlflow", "pandas", "ray", "matplotlib"}),
+    "export": ("ebbflow.training.export", {"mlflow", "pandas", "ray", "matplotlib"}),
+}
+"""The module that each command imports, and what must not come with it."""
 MAX_MODULES = 220
 """177 were measured, 154 of them Ebbflow's; with Kubernetes' client and Flyte's plugins, 514."""
 
@@ -46,3 +60,18 @@ def test_light_tasks_import_nothing_heavy() -> None:
     modules = set(json.loads(done.stdout.splitlines()[-1]))
     assert modules & HEAVY == set()
     assert len(modules) < MAX_MODULES
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_import_nothing_heavy_that_they_do_not_need(command: str) -> None:
+    module, unwanted = COMMANDS[command]
+    script = f"""
+import json, sys
+import ebbflow.cli, ebbflow.tracking.store, {module}
+print(json.dumps(sorted(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert unwanted & set(json.loads(done.stdout.splitlines()[-1])) == set()
