@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.tiny_models import TINY, build_tiny
 from ebbflow.commands.loading import import_libraries, reduce_garbage_collection
+from ebbflow.logs import configure_logging
 from ebbflow.recipe.base_folder import ModelError
 from ebbflow.storage.artifacts import ArtifactError
 
@@ -28,6 +29,7 @@ def main() -> None:
         # None is how Python is told that there is no such package: ``find_spec`` finds none, and an
         # import fails.
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    configure_logging()
     reduce_garbage_collection()
     try:
         # Nothing that a tiny model leaves behind is worth a search.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ebbflow.commands.loading import REGISTRY, import_libraries
 from ebbflow.commands.options import STORE
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 
@@ -67,8 +68,9 @@ def reconcile(recipe: Path | None) -> None:
     They were killed on this machine, or aborted or failed in Flyte, which is asked. A run starts
     with the same for its own experiment; this command takes all experiments of the store.
     """
-    from ebbflow.tracking.reconcile import end_dead_runs  # imports MLflow
-    from ebbflow.tracking.store import TrackingError, connect_to_store, resolve_tracking_uri
+    with import_libraries(REGISTRY):
+        from ebbflow.tracking.reconcile import end_dead_runs  # imports MLflow
+        from ebbflow.tracking.store import TrackingError, connect_to_store, resolve_tracking_uri
 
     unanswered: list[str] = []
 

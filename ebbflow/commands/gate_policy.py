@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import yaml
 
+from ebbflow.commands.loading import REGISTRY, import_libraries
 from ebbflow.recipe import RecipeError, load_recipe
 from ebbflow.recipe.gate_policy import build_gate_policy, list_laxer_rules
 
@@ -29,12 +30,13 @@ def gate_policy(recipe: Path, is_set: bool, reason: str) -> None:
     The first promotion of a model pins what it passed: the source and number of held-out prompts,
     confidence, guardrails with their tolerances, margins, and whether a person approves.
     """
-    from ebbflow.registry.gate_policy import (  # imports MLflow
-        change_gate_policy,
-        list_policy_changes,
-        read_gate_policy,
-    )
-    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
+    with import_libraries(REGISTRY):
+        from ebbflow.registry.gate_policy import (  # imports MLflow
+            change_gate_policy,
+            list_policy_changes,
+            read_gate_policy,
+        )
+        from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 
     try:
         resolved = load_recipe(recipe)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 LIBRARIES = "loading torch, diffusers and MLflow, which takes seconds"
+REGISTRY = "opening the registry of MLflow"
 """What a command logs before it imports them."""
 GARBAGE_THRESHOLD = 10_000
 """New objects after which Python looks for garbage."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ebbflow.commands.loading import import_libraries
+from ebbflow.commands.loading import REGISTRY, import_libraries
 from ebbflow.commands.options import STORE, OutputPath
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.families import find_family
@@ -134,7 +134,7 @@ def evaluate(policy: str, against: str, recipe: Path, output: Path, base: Path |
 )
 def rollback(recipe: Path, to: int | None) -> None:
     """Restore the previous champion of the model that RECIPE promotes."""
-    with import_libraries("opening the registry of MLflow"):
+    with import_libraries(REGISTRY):
         from ebbflow.registry import promotion  # imports MLflow
         from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 
@@ -177,7 +177,7 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
     with status 3 if nothing failed and there was nothing to decide it by: the version was
     registered without its policy's digest or the gate's record.
     """
-    with import_libraries("opening the registry of MLflow"):
+    with import_libraries(REGISTRY):
         from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
         from ebbflow.training.policy_metadata import list_named_code
         from ebbflow.verification.checks import ESSENTIAL, verify_version

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ebbflow.commands.loading import REGISTRY, import_libraries
 from ebbflow.recipe import RecipeError, load_recipe
 
 
@@ -31,9 +32,14 @@ def clean(recipe: Path, runs: int | None, rejected_days: float | None, yes: bool
     that have not finished are never deleted. With --yes, equal folders of a local output folder
     then share their files: a base model is stored once.
     """
-    from ebbflow.recipe.retention import RetentionConfig
-    from ebbflow.retention import delete_all, link_equal_folders, list_deletions  # imports MLflow
-    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
+    with import_libraries(REGISTRY):
+        from ebbflow.recipe.retention import RetentionConfig
+        from ebbflow.retention import (  # imports MLflow
+            delete_all,
+            link_equal_folders,
+            list_deletions,
+        )
+        from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 
     try:
         settings = load_recipe(recipe)

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import yaml
 
+from ebbflow.commands.loading import import_libraries
 from ebbflow.commands.options import OutputPath
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.rewards import RewardConfig
@@ -200,9 +201,10 @@ def _exit_on_label_errors() -> Iterator[None]:
 
 def _open_queue_of_recipe(path: Path) -> tuple[Path, int]:
     """Return the queue of a recipe, and how many pairs it may have."""
-    from ebbflow.registry.drawing import ERRORS  # imports torch and MLflow
-    from ebbflow.reward_training.folder import require_reward_model_config
-    from ebbflow.reward_training.queue import open_queue
+    with import_libraries():
+        from ebbflow.registry.drawing import ERRORS  # imports torch and MLflow
+        from ebbflow.reward_training.folder import require_reward_model_config
+        from ebbflow.reward_training.queue import open_queue
 
     recipe = load_recipe(path)
     num_pairs = require_reward_model_config(recipe).queue

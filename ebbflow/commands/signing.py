@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ebbflow.commands.loading import REGISTRY, import_libraries
 from ebbflow.commands.options import STORE, OutputPath
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 
@@ -19,8 +20,13 @@ def make_key(folder: Path) -> None:
     The private key stays with the pipeline (EBBFLOW_SIGNING_KEY), the public one goes to whatever
     serves or verifies (EBBFLOW_VERIFY_KEYS).
     """
-    from ebbflow.registry.signing import SIGNING_KEY, VERIFY_KEYS, create_key_pair  # imports MLflow
-    from ebbflow.tracking.store import TrackingError
+    with import_libraries("loading MLflow, which takes seconds"):
+        from ebbflow.registry.signing import (  # imports MLflow
+            SIGNING_KEY,
+            VERIFY_KEYS,
+            create_key_pair,
+        )
+        from ebbflow.tracking.store import TrackingError
 
     try:
         private, public = create_key_pair(folder)
@@ -39,13 +45,14 @@ def sign(model: str, recipe: Path | None) -> None:
     New versions are signed as they are registered: this is for those from before there was a key,
     and for a new key. MODEL alone means its champion; MODEL/3 is version 3.
     """
-    from ebbflow.registry.signing import (  # imports MLflow
-        SIGNING_KEY,
-        require_no_broken_signature,
-        sign_version,
-    )
-    from ebbflow.tracking.store import TrackingError, connect_to_store, resolve_tracking_uri
-    from ebbflow.verification.checks import verify_version
+    with import_libraries(REGISTRY):
+        from ebbflow.registry.signing import (  # imports MLflow
+            SIGNING_KEY,
+            require_no_broken_signature,
+            sign_version,
+        )
+        from ebbflow.tracking.store import TrackingError, connect_to_store, resolve_tracking_uri
+        from ebbflow.verification.checks import verify_version
 
     try:
         uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())
@@ -80,10 +87,11 @@ def adopt(model: str, reason: str, recipe: Path | None) -> None:
     registered; what else does not verify is recorded with who, when and why. MODEL alone means its
     champion; MODEL/3 is version 3.
     """
-    from ebbflow.registry.signing import is_signing_configured  # imports MLflow
-    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
-    from ebbflow.verification.adoption import adopt_version
-    from ebbflow.verification.checks import verify_version
+    with import_libraries(REGISTRY):
+        from ebbflow.registry.signing import is_signing_configured  # imports MLflow
+        from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
+        from ebbflow.verification.adoption import adopt_version
+        from ebbflow.verification.checks import verify_version
 
     try:
         uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())
