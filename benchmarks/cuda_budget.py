@@ -1,5 +1,5 @@
 """How many CUDA kernels a forward pass of a published model takes, and how long they would run:
-``python -m benchmarks.cuda_budget [--write]``. It needs no GPU and no weights, and takes seconds.
+``python -m benchmarks.cuda_budget [--write]``. It needs no GPU and no weights, and takes a minute.
 
 The networks are built on the meta device at their published sizes. Every operation is counted, and
 timed by a roofline: the most of its floating-point operations, its bytes and the launch of a kernel
@@ -12,22 +12,24 @@ mask.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ebbflow.models.base import Conditioning, predict
@@ -35,6 +37,9 @@ from ebbflow.models.sizes import build_meta_adapter
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.policy import Policy
+
+if TYPE_CHECKING:
+    from benchmarks.compiled_kernels import CompiledBlock
 
 aten = torch.ops.aten
 
@@ -90,6 +95,22 @@ class Counts:
     flops: int = 0
     masked: int = 0
 
+    def add(self, name: str, flops: int, moved: int, rate: str) -> None:
+        """Count a kernel that computes and moves so much.
+
+        Args:
+            rate: of ``CONSTANTS``, for kernels that are no attention.
+        """
+        self.kernels[name] += 1
+        if "attention" in name or name == UNPADDED:
+            is_flash = "flash" in name or name == UNPADDED
+            rate = "attention" if is_flash else "masked attention"
+            self.masked += not is_flash
+        self.flops += flops
+        self.seconds[name] += max(
+            flops / CONSTANTS[rate], moved / CONSTANTS["bytes"], CONSTANTS["launch"]
+        )
+
     @property
     def milliseconds(self) -> float:
         return 1000 * self.seconds.total()
@@ -118,7 +139,6 @@ class _Roofline(TorchDispatchMode):
         # Positions and schedules that are computed on the CPU start no kernel.
         if name in FREE or not tensors:
             return result
-        self.counts.kernels[name] += 1
         if name == "_to_copy" and inputs[0].dtype != outputs[0].dtype:
             self.counts.casts += 1
         flops = 0
@@ -129,18 +149,12 @@ class _Roofline(TorchDispatchMode):
             # the two of a row one is then the whole row, and the other one, its padding, is empty.
             flops //= 2
             self.counts.kernels["zeros"] += 1  # an empty state of the dropout
-        rate = CONSTANTS["float32" if tensors[0].dtype == torch.float32 else "bf16"]
-        if "attention" in name or name == UNPADDED:
-            is_flash = "flash" in name or name == UNPADDED
-            rate = CONSTANTS["attention" if is_flash else "masked attention"]
-            self.counts.masked += not is_flash
         moved = sum(
             min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
             for tensor in tensors
         )
-        self.counts.flops += flops
-        self.counts.seconds[name] += max(
-            flops / rate, moved / CONSTANTS["bytes"], CONSTANTS["launch"]
+        self.counts.add(
+            name, flops, moved, "float32" if tensors[0].dtype == torch.float32 else "bf16"
         )
         return result
 
@@ -184,7 +198,7 @@ def _to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -239,7 +253,7 @@ class _FusedKernels(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is functional.scaled_dot_product_attention:
-            return _attend(*args, **(kwargs or {}))
+            return attend(*args, **(kwargs or {}))
         if func is functional.rms_norm:
             return _normalize(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -333,7 +347,7 @@ def measure_case(case: Case) -> dict[str, Counts]:
     latents = torch.empty(case.rows, *adapter.latent_shape, device="meta")
     sigma = torch.empty(case.rows, device="meta")
     conditioning = build_conditioning(case)
-    results = {}
+    results: dict[str, Counts] = {}
     with count_kernels() as counts:
         time = sigma if case.time_in_float32 else sigma.bfloat16()
         adapter.predict_velocity(latents.bfloat16(), time, conditioning)
@@ -356,6 +370,66 @@ def measure_case(case: Case) -> dict[str, Counts]:
     return results
 
 
+def measure_compiled(case: Case) -> Counts:
+    """Count a forward pass of ``predict`` with adapters whose blocks inductor has compiled: its
+    kernels in the blocks, and those that start outside of them as they are.
+    """
+    from benchmarks.compiled_kernels import compile_block  # torch for CPUs comes without Triton
+
+    adapter = build_meta_adapter(case.config)
+    adapter.transformer.to(torch.bfloat16).requires_grad_(False).eval()
+    Policy(adapter, PolicyConfig(train="lora", rank=32, alpha=64), 0)
+    latents = torch.empty(case.rows, *adapter.latent_shape, device="meta")
+    sigma = torch.empty(case.rows, device="meta")
+    conditioning = build_conditioning(case)
+    compiled: dict[tuple[Any, ...], CompiledBlock] = {}
+    calls: list[tuple[Any, ...]] = []
+
+    def compile_once(block: nn.Module, inputs: Any, keys: Any) -> None:
+        if torch.compiler.is_compiling():  # called by ``compile_block``
+            return
+        # As in torch.compile, blocks of one class called with the same shapes share their kernels.
+        shapes = tree_map_only(Tensor, lambda values: (values.shape, values.dtype), (inputs, keys))
+        weights = [parameter.shape for parameter in block.parameters()]
+        call = (type(block), str(shapes), str(weights))
+        calls.append(call)
+        if call not in compiled:
+            compiled[call] = compile_block(block, inputs, keys, attend)
+
+    blocks = adapter.list_blocks()
+    hooks = [block.register_forward_pre_hook(compile_once, with_kwargs=True) for block in blocks]
+    with torch.no_grad():
+        predict(adapter, latents, sigma, conditioning)
+    for hook in hooks:
+        hook.remove()
+    # The embedders and the last layer are not compiled.
+    with count_kernels() as counts, _leave_out(blocks, counts):
+        predict(adapter, latents, sigma, conditioning)
+    for call in calls:
+        for kernel in compiled[call].kernels:
+            counts.add(kernel.name, kernel.flops, kernel.moved, "bf16")
+    return counts
+
+
+@contextmanager
+def _leave_out(blocks: Sequence[nn.Module], counts: Counts) -> Iterator[None]:
+    """Count nothing inside some blocks."""
+
+    def call_uncounted(forward: Callable[..., Any], *inputs: Any, **keys: Any) -> Any:
+        before = copy.deepcopy(vars(counts))
+        outputs = forward(*inputs, **keys)
+        vars(counts).update(before)
+        return outputs
+
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(
+                patch.object(block, "forward", partial(call_uncounted, block.forward))
+            )
+        yield
+
+
+COMPILED = "predict(), LoRA, compiled blocks"
 HEADER = """# Kernels of a forward pass on CUDA, predicted
 
 Counted on the meta device at the published sizes, in images of 512 x 512, eager and without
@@ -366,6 +440,10 @@ with a mask), its bytes (85 % of 3.35 TB/s) and 2 microseconds. Nothing here was
 Without adapters a network runs under autocast; under a LoRA in bfloat16 it does not, its RMS norms
 are one kernel each, the rotary embedding of FLUX.1 is a complex product, and Qwen-Image attends to
 prompts of different lengths without a mask.
+
+In the rows of compiled blocks, inductor has fused each block for an H100 as it does under
+`model.compile: blocks` (`benchmarks/compiled_kernels.py`; torch {torch}, Triton {triton}). Their
+rotary embedding is diffusers', and Qwen-Image has its mask.
 """
 COLUMNS = (
     "model", "rows in the network", "forward pass", "kernels", "casts", "attentions with a mask",
@@ -395,16 +473,24 @@ def main() -> None:
         help="write benchmarks/results/cuda_budget.md instead of printing",
     )
     written = parser.parse_args().write
-    report = build_report(measure_case)
+    report = build_report(measure_all)
     if written:
         Path(__file__).with_name("results").joinpath("cuda_budget.md").write_text(report)
     else:
         print(report)
 
 
+def measure_all(case: Case) -> dict[str, Counts]:
+    """Count every forward pass of the table."""
+    return measure_case(case) | {COMPILED: measure_compiled(case)}
+
+
 def build_report(measure: Callable[[Case], Mapping[str, Counts]]) -> str:
     """Build the page, from the counts of every case."""
-    lines = [HEADER, f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    import triton
+
+    versions = {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
+    lines = [HEADER.format(**versions), f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for name, case in CASES.items():
         lines += format_case(name, case, measure(case))
     return "\n".join(

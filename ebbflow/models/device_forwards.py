@@ -94,6 +94,7 @@ def _put_padding_last(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Order the tokens [N, L, D] of each row so that those of its mask [N, L] come first, and set
     the others to zero; returns tokens and mask.
     """
+    # Stable: tokens keep their order among those of the mask, and among the others.
     order = (~mask).int().argsort(dim=1, stable=True)
     rows = torch.arange(len(mask), device=mask.device)[:, None]
     # By index, whose gradient has a deterministic kernel, unlike that of gather.
@@ -141,6 +142,7 @@ def _find_rotation(
     """The complex rotations of a prompt of ``length`` tokens and of an image after it, as
     ``QwenImage21Rope``, [length + height * width, D / 2].
     """
+    # Moved once, as diffusers does.
     positions.freqs = [table.to(device) for table in positions.freqs]
     text = torch.arange(length, device=device)
     # The image is in one place of the text, and its rows and columns are counted from its middle.
