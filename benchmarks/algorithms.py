@@ -169,7 +169,7 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
         nonlocal spent_evaluating
         spent = time.process_time() - start - spent_evaluating
         training.append({"cpu_seconds": spent, **metrics})
-        # Closer at first, where scores rise fast: an evaluation takes as long as two steps.
+        # Closer at first, where scores rise fast.
         evaluated = curve[-1]["cpu_seconds"]
         if spent >= evaluated + max(EVALUATE_EVERY, EVALUATE_SHARE * evaluated):
             evaluation_start = time.process_time()
