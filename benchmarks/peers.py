@@ -81,7 +81,10 @@ NOTES = (
     " script, and the docstring of `benchmarks/peers.py` says what is left out. flow_grpo trains 9"
     " of 10 steps with guidance and no KL; our best settings for it reuse the rollout's forward"
     " passes and compile the blocks. DiffusionNFT has 9 noise levels and a reference; our best"
-    " settings for it compile the blocks."
+    " settings for it compile the blocks. What is left there is mostly forward and backward"
+    " passes. Both sides go back through the negative prompts' half of a pass, though flow_grpo"
+    " detaches it and its gradient is zero there; the network of two blocks and 512 channels is"
+    " nearly all matrix products, which compiling does not make faster."
 )
 
 
