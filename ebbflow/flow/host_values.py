@@ -26,6 +26,15 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return moved
 
 
+def copy_ahead(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a large tensor to a device that may still compute: the host does not wait for it."""
+    if device.type != "cuda":
+        return values.to(device)
+    # Only page-locked memory is copied behind the host's back. torch keeps it until the copy is
+    # done, whoever drops it before.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def derive(change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Compute ``change(*tensors)``, on the host too if the host knows all of them.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.data.sounds import Sounds
-from ebbflow.flow.host_values import expand_sigma, read_on_host, to_device
+from ebbflow.flow.host_values import copy_ahead, expand_sigma, read_on_host, to_device
 from ebbflow.flow.noise import INITIAL, SampleKeys, generate_shared_noise
 from ebbflow.flow.sampler import Sampler, SolverHistory, remember_step
 from ebbflow.flow.trajectory import Trajectory
@@ -218,7 +218,7 @@ def _denoise_micro_batch(
 
     indices = [INITIAL, *(step + 1 for step in sorted(steps.stochastic))]
     noises = _generate_noises(model.latent_shape, keys, indices)
-    latents = next(noises).to(device)  # [N, ...]
+    latents = copy_ahead(next(noises), device)  # [N, ...]
     history: SolverHistory | None = None
     velocities: list[Tensor] = []
     for step, solver in enumerate(steps.solvers):
@@ -236,7 +236,7 @@ def _denoise_micro_batch(
             continue
 
         transition = compute_transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
-        next_latents = sample_next_latents(transition, next(noises).to(device))
+        next_latents = sample_next_latents(transition, copy_ahead(next(noises), device))
         if step in trained:
             log_prob = compute_log_prob(transition, next_latents, model.latent_shape)
             recorder.add_step(step, latents, next_latents, log_prob, transition.mean)

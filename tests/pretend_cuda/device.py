@@ -87,12 +87,15 @@ class PretendDevice:
         kernels: started, by operation: ``{"aten::mul": 12}``. CUDA may fuse some and split others.
         host_to_device, device_to_host: copies, by the line of the repository that made them:
             ``{"ebbflow/models/base.py:301": 2}``.
+        blocking_copies: those to the device that the host waits for, and with them for all kernels
+            before.
         waits: how often the CPU waited for the device, copies to the CPU aside, by line.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
     host_to_device: Counter[str] = field(default_factory=Counter)
     device_to_host: Counter[str] = field(default_factory=Counter)
+    blocking_copies: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     # A weak reference keeps the address of its storage from being used again, so that memory of the
     # CPU is never taken for freed memory of the device.
@@ -280,6 +283,8 @@ class _Functions(TorchFunctionMode):
             return result
         direction = self.device.host_to_device if target else self.device.device_to_host
         direction[_find_line()] += 1
+        if target and not kwargs.get("non_blocking"):
+            self.device.blocking_copies[_find_line()] += 1
         if result.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
             result = result.clone()
         self.device.place(result, target)

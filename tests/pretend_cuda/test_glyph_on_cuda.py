@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from ebbflow.models import load_model
+from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.rollouts.generate import generate_samples
 from tests.pretend_cuda.device import CUDA, PretendDevice, pretend_cuda
 from tests.training.training_cases import (
     FULL,
     LORA,
     NFT,
     forward_rows,
+    samples,
     trajectory_rows,
     updater_of,
 )
@@ -58,3 +61,17 @@ def test_a_rollout_its_replay_and_an_update_mix_no_devices(base_folder):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "trajectory"])
 def test_other_kinds_of_updates_mix_no_devices(base_folder, case):
     update_on_cuda(base_folder, case)
+
+
+def test_denoising_steps_wait_for_no_copy(base_folder):
+    def count_blocking_copies(steps: int) -> int:
+        with pretend_cuda() as device:
+            model = load_model(base_folder)
+            _, conditioning, _, keys = samples(model)
+            device.blocking_copies.clear()
+            device.host_to_device.clear()
+            generate_samples(model, conditioning, keys, SamplerConfig(name="flow_sde", steps=steps))
+        assert device.host_to_device.total() >= steps, "noise is copied in each step"
+        return device.blocking_copies.total()
+
+    assert count_blocking_copies(6) == count_blocking_copies(3)
