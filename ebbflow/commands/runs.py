@@ -10,6 +10,7 @@ import click
 
 from ebbflow.commands.loading import import_libraries
 from ebbflow.commands.options import PROCESSES, STORE
+from ebbflow.extras import require
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.output_folder import refuse_root_folder
 
@@ -160,8 +161,10 @@ def replay(
 def ui(recipe: Path | None, port: int, browser: bool) -> None:
     """Serve MLflow's UI on 127.0.0.1, and print the addresses of runs, reward curves and
     registry."""
+    # MLflow is imported by the server alone, whose error would be a traceback.
+    require("ebbflow ui", "mlflow")
     with import_libraries("starting MLflow, which takes seconds"):
-        from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
+        from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
         from ebbflow.tracking.ui import serve_ui
 
     try:
