@@ -27,7 +27,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_ahead(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a large tensor to a device that may still compute: the host does not wait for it."""
+    """Copy a tensor to a device that may still compute: the host does not wait for it."""
     if device.type != "cuda":
         return values.to(device)
     # Only page-locked memory is copied behind the host's back. torch keeps it until the copy is

@@ -73,7 +73,7 @@ BUDGETS = {
 """What a rollout of three denoising steps and an update on it take. An update waits for the groups
 of its rows, for all of its numbers at once, and once in torch, where it clips the gradient. No
 denoising step waits; a rollout of FLUX.3 does once, for the schedule that its block made. FLUX
-copies the positions of its tokens in each forward pass.
+copies the positions of its tokens in each forward pass, without waiting.
 """
 COMPARED = ("sd3", "flux", "qwen_image", "wan", "wan_a14b", "flux2", "flux_kontext")
 """Families whose bytes are compared with those of the CPU, which takes a second run."""

@@ -10,6 +10,7 @@ from diffusers import FluxPipeline
 from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.host_values import copy_ahead
 from ebbflow.models.base import Conditioning, ModelError
 from ebbflow.models.packed import PackedPipelineModel, pack_latents
 from ebbflow.models.pipeline import JOINT_ATTENTION
@@ -109,4 +110,4 @@ def token_positions(latents: Tensor, index: int = 0) -> Tensor:
     height, width = (side // 2 for side in latents.shape[-2:])
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     places = torch.stack([torch.full_like(row, index), row, column], -1).reshape(-1, 3)
-    return places.to(latents.device, torch.float32)
+    return copy_ahead(places.float(), latents.device)

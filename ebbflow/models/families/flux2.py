@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, ProcessorMixin
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.flow.host_values import copy_ahead
 from ebbflow.models.base import Conditioning
 from ebbflow.models.folder import copy_published_part, report_unreadable_parts
 from ebbflow.models.packed import PackedPipelineModel, pack_latents, unpack_tokens
@@ -110,7 +111,7 @@ class Flux2Backbone(PackedPipelineModel):
             timestep=sigma,
             guidance=guidance,
             encoder_hidden_states=conditioning["embeds"],
-            txt_ids=text_positions.to(places)[None],
+            txt_ids=copy_ahead(text_positions.to(places.dtype), places.device)[None],
             img_ids=places[None],
             return_dict=False,
         )[0]
@@ -176,4 +177,4 @@ def token_positions(latents: Tensor, image: int = 0) -> Tensor:
     # latents: bfloat16 has no odd number above 256, and text has 512 places.
     height, width = (torch.arange(side // 2) for side in latents.shape[-2:])
     places = torch.cartesian_prod(torch.tensor([image]), height, width, torch.arange(1))
-    return places.to(latents.device, torch.float32)
+    return copy_ahead(places.float(), latents.device)
