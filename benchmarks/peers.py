@@ -42,7 +42,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from benchmarks.gpu_sides import SIZES, WIDE, ModelSize, build_random_model, generate_random_prompts
-from benchmarks.machine import describe_machine
+from benchmarks.machine import describe_commit, describe_machine
 from benchmarks.speed_report import Call, Case, MedianTimes, format_rows
 from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.flow.noise import SampleKeys
@@ -574,9 +574,11 @@ def format_peer_part(
         HEADING,
         "",
         (
-            f"Written by `python -m benchmarks.speed {paths} --repeat {repeat} --write` with"
-            f" {commits}: medians over {repeat} turns in CPU-seconds of one thread of"
-            f" {describe_machine()['cpu']}. {NOTES}"
+            f"Written by `python -m benchmarks.speed {paths} --repeat {repeat} --write` at commit"
+            f" {describe_commit()}, with {commits}: medians over {repeat} turns in CPU-seconds of"
+            f" one thread of {describe_machine()['cpu']}. A ratio is the median of those of the"
+            " turns, not of the two medians beside it: a loaded machine moves both sides of a turn."
+            f" {NOTES}"
         ),
         "",
         *format_rows(times_by_case),

@@ -5,6 +5,7 @@ do the same work.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,8 +109,11 @@ def count_rows(call: Callable[[], object]) -> tuple[int, int]:
             rows.append((len(keys["hidden_states"]), torch.is_grad_enabled()))
 
     hook = torch.nn.modules.module.register_module_forward_hook(note, with_kwargs=True)
-    call()
-    hook.remove()
+    try:
+        call()
+    finally:
+        # It is one of all modules of this process.
+        hook.remove()
     return sum(count for count, _ in rows), sum(count for count, trained in rows if trained)
 
 
@@ -137,6 +141,19 @@ def test_a_step_of_a_peer_and_ours_predict_as_many_rows(
     assert count_rows(theirs) == (rows, with_gradient)
     ours = build_ours(SIZE, prompts, best=False)
     assert count_rows(ours) == (rows + watched, with_gradient)
+
+
+def test_our_best_settings_for_flow_grpo_train_on_the_passes_of_the_rollout(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(peers, "compile_blocks", compiled.append)
+    guidance, _, build_ours = peers.BUILDERS["flow_grpo"]
+    prompts = generate_random_prompts(
+        SIZE.network, SIZE.images, guidance, torch.device("cpu"), torch.float32
+    )
+    ours = build_ours(SIZE, prompts, best=True)
+    assert len(compiled) == 1
+    # The trained steps of the rollout have a gradient and are not repeated; its last step has none.
+    assert count_rows(ours) == (4 * 2 * 10 + WATCHED, 4 * 2 * 9)
 
 
 def test_a_step_of_a_peer_trains_its_adapters_and_no_other_weights(checkouts, monkeypatch):
@@ -183,7 +200,7 @@ def test_the_part_names_commits_and_rows(checkouts):
     case = speed_report.Case("a step of flow_grpo ÷ ours", "≥ 2", print, print)
     times = {case: speed_report.MedianTimes(1.5, 3.0, 2.0)}
     part = peers.format_peer_part(times, checkouts, repeat=5)
-    assert "flow_grpo at an unknown commit" in part
+    assert re.search("at commit [0-9a-z-]+, with flow_grpo at an unknown commit", part)
     assert "| a step of flow_grpo ÷ ours | 1.500 | ≥ 2 | 3.0000 | 2.0000 |" in part
     page = speed_report.replace_part("# Speed\n\ntable\n\n## Free network\n\nrows\n", part)
     assert page.index("## Free network") < page.index(peers.HEADING)

@@ -30,7 +30,7 @@ TOKENS = few_tokens("flux")["max_tokens"]
 """Of prompts, where the family has a limit."""
 DECODED = 40
 """Of so many ratios one is decoded, too, and its images are encoded by the VAE of a video: five,
-from the fewest tokens to the most.
+each of more tokens than the one before.
 """
 MOST = 7
 """The longer edge over the shorter one. FLUX.2 refuses images to edit beyond 8, and Qwen-Image-Edit
