@@ -117,10 +117,12 @@ def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) ->
             " held-out strings; in the others each seed has strings of its own, and evaluations are"
             f" 2 CPU-seconds apart or a fifth of what has passed{_name_commits(runs)}. `{READER}`"
             f" then: its score at the moment at which OCR passes {GOAL:.2f}; the next column has"
-            " the moment at which both have passed their goals. The columns ÷ best have the"
-            f" CPU-seconds before them as a share of those that a policy gradient takes to an OCR"
-            f" of {GOAL:.2f}: the one that takes the fewest with all of its seeds, on the same"
-            " processor and with held-out strings chosen alike."
+            " the moment at which both have passed their goals. Moments are on straight lines"
+            " between evaluations. The columns ÷ best have the CPU-seconds before them as a share"
+            f" of those that a policy gradient takes to an OCR of {GOAL:.2f}: the one that takes"
+            " the fewest with all of its seeds, on the same processor and with held-out strings"
+            " chosen alike."
+            f"{_name_newer_policy_gradients(groups['policy_gradient'])}"
         ),
         "",
         "![Held-out OCR over CPU-seconds](algorithms.png)",
@@ -166,6 +168,16 @@ def _name_commits(runs: Runs) -> str:
     # Each once, in the order of the page; older runs have none.
     commits = dict.fromkeys(run["commit"] for run in runs if "commit" in run)
     return f" (measured at {', '.join(commits)})" if commits else ""
+
+
+def _name_newer_policy_gradients(rows: dict[str, Runs]) -> str:
+    """Return a sentence with the rows among which the best is searched for newer entries: a best
+    of one is no choice.
+    """
+    names = [f"`{row}`" for row, runs in rows.items() if all("split" in run for run in runs)]
+    if not names:
+        return ""
+    return f" Measured with strings of each seed are, of the policy gradients: {', '.join(names)}."
 
 
 def _name_other_machines(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> str:

@@ -116,7 +116,8 @@ def list_other_measures(results: Path = RESULTS) -> list[tuple[str, str, str, st
     """
     names = ("algorithms", "glyph_seeds", "scale")
     learning, demo, scale = (json.loads((results / f"{name}.json").read_text()) for name in names)
-    quick, steps = (_median_seconds_to_goal(learning["runs"], name) for name in (QUICK, ALL_STEPS))
+    runs = _select_comparable_runs(learning["runs"])
+    quick, steps = (_median_seconds_to_goal(runs, name) for name in (QUICK, ALL_STEPS))
     # how much of a run's wall time is spent between its nodes
     walls = [run["wall_seconds"] / run["node_seconds"] for run in demo["runs"].values()]
     exact, rounded = (scale[f"now latents {precision}"] for precision in ("float32", "bfloat16"))
@@ -145,6 +146,24 @@ def list_other_measures(results: Path = RESULTS) -> list[tuple[str, str, str, st
         ("reading a latent of SD3.5 at 512 x 512, bfloat16", read[0], "≤ .4 ms, ≤ 100 KiB", scaled),
         ("the same in float32, which is exact", read[1], "–", scaled),
     ]
+
+
+def _select_comparable_runs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Select the runs of the two entries on one processor with prompts held out in one way; of
+    several such sets the last of the file.
+    """
+    conditions_of_entries = [
+        {_identify_conditions(run) for run in runs if run["name"] == name}
+        for name in (QUICK, ALL_STEPS)
+    ]
+    shared = set.intersection(*conditions_of_entries)
+    conditions = [_identify_conditions(run) for run in runs if _identify_conditions(run) in shared]
+    return [run for run in runs if _identify_conditions(run) == conditions[-1]]
+
+
+def _identify_conditions(run: dict[str, Any]) -> tuple[str | None, str | None]:
+    # CPU-seconds of two processors, and scores on other prompts, are not comparable.
+    return run.get("cpu"), run.get("split")
 
 
 def _median_seconds_to_goal(runs: list[dict[str, Any]], name: str) -> float:

@@ -164,6 +164,7 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
     assert "| awm †° | 0.95 |" in page
     assert "On y, whose CPU-seconds are not those of the others: `gardo`, `awm †°`." in page
     assert "On x, whose" not in page
+    assert "of the policy gradients: `gardo`, `mix_grpo`, `flow_grpo`." in page
     assert "| teacher of tdm, evaluated alike | 0.88 | 0.80 | – | 0.70 | 1.90 |" in page
     assert "teacher of crd" not in page
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
