@@ -1,9 +1,9 @@
 """How many kernels inductor makes of the blocks of a network on an H100, on a machine without a
 GPU: what ``model.compile: blocks`` starts there, for ``python -m benchmarks.cuda_budget``.
 
-A block is traced with fake tensors of CUDA, and inductor lowers, fuses and writes its kernels, as
-it does where the GPU is: the questions that it asks the driver are answered here. Nothing is
-loaded or run. Triton's compiler needs no GPU either (``build_kernels``).
+A block is traced on meta tensors, its graph moved to fake tensors of CUDA, and inductor lowers,
+fuses and writes its kernels, as it does where the GPU is: the questions that it asks the driver are
+answered here. Nothing is loaded or run. Triton's compiler needs no GPU either (``build_kernels``).
 """
 
 from __future__ import annotations
