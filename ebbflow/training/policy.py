@@ -218,8 +218,15 @@ class Policy:
 
     @contextmanager
     def _skip_adapters(self) -> Iterator[None]:
-        """Predict without the adapters' products inside the block."""
-        layers = [m for m in self.model.transformer.modules() if isinstance(m, LoraLayer)]
+        """Predict without the adapters' products inside the block, unless the network is
+        compiled.
+        """
+        modules = list(self.model.transformer.modules())
+        layers = [m for m in modules if isinstance(m, LoraLayer)]
+        # Compiled blocks without adapters are another graph: it would be compiled beside the
+        # policy's, and may round otherwise than that.
+        if any(module._compiled_call_impl is not None for module in modules):
+            layers = []
         try:
             for layer in layers:
                 # peft's own switch would also turn off the gradients of the parameters.

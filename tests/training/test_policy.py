@@ -139,6 +139,25 @@ def test_the_reference_leaves_out_adapters_that_add_zero(model, predict, dora):
     assert all(parameter.requires_grad for parameter in policy.parameters.values())
 
 
+def test_compiled_blocks_predict_the_reference_with_the_graphs_of_the_policy(model, predict):
+    policy = Policy(model, LORA, 0)
+    base = predict(model)
+    graphs = []
+
+    def count_graphs(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.list_blocks():
+        block.compile(dynamic=False, backend=count_graphs)
+    predict(model)
+    num_graphs = len(graphs)
+    assert num_graphs
+    with policy.use_copy("reference"):
+        assert torch.equal(predict(model), base)
+    assert len(graphs) == num_graphs
+
+
 def test_merged_adapters_predict_the_same_and_leave_the_same_bytes(model, predict):
     policy = Policy(model, LORA, 0)
     move(policy)
