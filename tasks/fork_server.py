@@ -14,7 +14,9 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
 
 from ebbflow.recipe import Recipe
@@ -52,16 +54,17 @@ def preload_fork_server(recipe: Recipe) -> bool:
     # ``forkserver`` starts the resource tracker by the same function as the server: it has to run
     # before that function is replaced.
     resource_tracker.ensure_running()
-    new_interpreter = util.spawnv_passfds
+    start_interpreter = util.spawnv_passfds
     if _can_forks_train():
         util.spawnv_passfds = _fork_server  # type: ignore[assignment]
     else:
         # A notebook that has trained something itself, say: the server takes seconds longer.
         forkserver.set_forkserver_preload([*PRELOADED, adapter.__module__])
+        util.spawnv_passfds = partial(_start_server, start_interpreter)
     try:
         forkserver.ensure_running()
     finally:
-        util.spawnv_passfds = new_interpreter
+        util.spawnv_passfds = start_interpreter
     return True
 
 
@@ -95,6 +98,20 @@ def _create_socket_folder() -> None:
         util.get_temp_dir()
     finally:
         tempfile.tempdir = usual
+
+
+def _start_server(
+    start_interpreter: Callable[..., int],
+    executable: str,
+    arguments: list[str],
+    descriptors: list[int],
+) -> int:
+    """Start ``multiprocessing``'s fork server as a new interpreter, and return its id."""
+    # The server ends after the ranks, which save first. Of a server that has ended,
+    # ``multiprocessing`` would report that its ranks have failed.
+    *options, program = arguments
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    return start_interpreter(executable, [*options, ignore + program], descriptors)
 
 
 def _fork_server(executable: str, arguments: list[str], descriptors: list[int]) -> int:
