@@ -21,7 +21,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Move a tensor that nobody will write into, and remember what the host knows of it."""
     moved = values.to(device)
     known = _find_host_values(values)
-    if known is not None:
+    # The host's tensors need no second copy.
+    if moved.device.type != "cpu" and known is not None:
         _remember(moved, known)
     return moved
 
@@ -74,6 +75,5 @@ def _find_host_values(values: Tensor) -> Tensor | None:
 
 
 def _remember(values: Tensor, known: Tensor) -> None:
-    # On meta there is nothing to read, and the host's tensors need no second copy.
-    if values.device.type not in ("cpu", "meta"):
+    if values.device.type != "meta":  # where there is nothing to read
         _host_values[values] = known
