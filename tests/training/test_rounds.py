@@ -140,7 +140,7 @@ def test_two_ranks_write_the_evaluation_of_one_process_bit_for_bit(
         replace(prompt, split="validation" if index < 4 else "held_out")
         for index, prompt in enumerate(make_prompts(9))
     ]
-    alone = evaluate_table(recipe, base_folder, prompts, tmp_path / "alone")
+    alone = evaluate(recipe, base_folder, prompts, tmp_path / "alone")
     assert alone.velocity_drift > 0
     as_two_ranks(run_as_rank, evaluate, recipe, base_folder, prompts, tmp_path / "shared")
     assert (tmp_path / "shared.0").read_bytes() == (tmp_path / "alone").read_bytes()
