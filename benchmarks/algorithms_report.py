@@ -300,11 +300,13 @@ def interpolate_score(curve: Curve, goals: dict[str, float], score: str) -> floa
             if not {*goals, score} <= earlier.keys() & later.keys():
                 return None
             # The one that is passed last; one that was passed before does not count.
-            share = max(
+            shares = [
                 (goal - earlier[name]) / (later[name] - earlier[name])
                 for name, goal in goals.items()
                 if earlier[name] < goal
-            )
+            ]
+            # None where the base model has passed them all.
+            share = max(shares, default=0.0)
             return earlier[score] + share * (later[score] - earlier[score])
     return None
 

@@ -55,11 +55,12 @@ def test_every_group_has_a_title():
         ([0.5, 0.6, 0.7], None),
         ([0.5, 0.9, 0.7], 10.0),
         ([0.5, 0.7, 0.95], 18.0),
+        ([0.95, 0.97, 0.98], 0.0),
     ],
 )
 def test_the_goal_is_passed_between_two_evaluations(scores, seconds):
     curve = [{"cpu_seconds": 10.0 * number, "ocr": score} for number, score in enumerate(scores)]
-    assert interpolate_seconds(curve, 0.9) == (pytest.approx(seconds) if seconds else None)
+    assert interpolate_seconds(curve, 0.9) == (None if seconds is None else pytest.approx(seconds))
 
 
 def test_a_run_on_other_held_out_prompts_takes_no_place_of_one_that_is_there():
