@@ -39,8 +39,6 @@ class PassResults:
         rows: loss and metrics, each a list of [m] tensors.
         gradient_is_finite: of the loss with respect to the velocity of each row, a list of bool
             [m].
-        num_parts: parts of about as many rows that the batches of all processes fall into; the norm
-            of the first one is known.
         first_norm: of the mean gradient of the first part, of each process its own or of all the
             same; None where there is one part.
         drift: mean (v - v_base)^2 of the rows where the base's prediction is known, a list of [m].
@@ -48,7 +46,6 @@ class PassResults:
 
     rows: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     gradient_is_finite: list[Tensor] = field(default_factory=list)
-    num_parts: int = 1
     first_norm: Tensor | None = None
     drift: list[Tensor] = field(default_factory=list)
 
@@ -145,7 +142,7 @@ def find_teacher_rows(
 
 
 def compute_gradient_metrics(
-    norm: float, first_norm: float, num_parts: int, total: int
+    norm: float, first_norm: float, inverse_rows: float, total: int
 ) -> dict[str, float]:
     """Compute the norm before clipping, and how much single samples disagree.
 
@@ -155,9 +152,8 @@ def compute_gradient_metrics(
     at its average.
     """
     metrics = {"grad_norm": norm}
-    if num_parts > 1:  # one part is the whole batch, and 1/B_small - 1/B is 0
-        small = total / num_parts
-        metrics["grad_variance"] = (first_norm**2 - norm**2) / (1 / small - 1 / total)
+    if inverse_rows:  # 1/B_small; one part is the whole batch, and 1/B_small - 1/B is 0
+        metrics["grad_variance"] = (first_norm**2 - norm**2) / (inverse_rows - 1 / total)
     return metrics
 
 

@@ -24,9 +24,14 @@ from ebbflow.recipe.correction_rules import resolve_correction
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
-from ebbflow.training.distributed import Ranks, sum_over_processes
 from ebbflow.training.drift import choose_drift_stride
-from ebbflow.training.gradients import TrainingError, add_gradient, compute_gradient_norm
+from ebbflow.training.gradients import (
+    RowCounts,
+    TrainingError,
+    add_gradient,
+    compute_gradient_norm,
+    count_rows,
+)
 from ebbflow.training.latent_losses import (
     LatentShare,
     join_latent_losses,
@@ -219,9 +224,7 @@ class PolicyUpdater:
                 are as they were.
         """
         slices = split_into_passes(batch.group_index, passes)
-        total = len(batch.inputs)
-        if Ranks.current().world > 1:
-            total = int(sum_over_processes(torch.tensor(total, device=batch.weight.device)))
+        counts = count_rows(self.policy, slices, num_repeats, batch.weight.device)
         teacher_rows: Mapping[str, Tensor] = {}
         if self.teacher_copies and prompt_sets:
             teacher_rows = find_teacher_rows(batch, prompt_sets, self.teacher_copies)
@@ -230,9 +233,9 @@ class PolicyUpdater:
         # with half the loss scale, on the same rows, so that a step is slower but never skipped. A
         # loss that is not finite itself is no overflow, and no scale helps.
         while True:
-            results = self._run_passes(batch, slices, total, teacher_rows, num_repeats)
+            results = self._run_passes(batch, slices, counts, teacher_rows)
             norm = compute_gradient_norm(self.policy)
-            means, norm_value, first_norm = results.read_numbers(norm, total)
+            means, norm_value, first_norm = results.read_numbers(norm, counts.total)
             loss_is_finite = all(map(math.isfinite, means.values()))
             if math.isfinite(norm_value) or not loss_is_finite or self.loss_scale <= 1:
                 break
@@ -248,11 +251,11 @@ class PolicyUpdater:
         self.drift = means.setdefault("velocity_drift", self.drift)
         # Processes that share the tokens of a row have all counted it, as those that have the same
         # rows have.
-        num_distinct_rows = total // (self.policy.context_parallel * num_repeats)
+        num_distinct_rows = counts.total // (self.policy.context_parallel * num_repeats)
         return (
             means
             | results.average_teacher_metrics(teacher_rows)
-            | compute_gradient_metrics(norm_value, first_norm, results.num_parts, num_distinct_rows)
+            | compute_gradient_metrics(norm_value, first_norm, counts.inverse, num_distinct_rows)
             | {"lr": self.optimizer.param_groups[0]["lr"]}
             | ({"anchor/loss": float(self.anchor_loss)} if self.anchor else {})
             | self._check_drift(self.drift)
@@ -287,9 +290,8 @@ class PolicyUpdater:
         self,
         batch: RowBatch,
         slices: list[slice],
-        total: int,
+        counts: RowCounts,
         teacher_rows: Mapping[str, Tensor],
-        num_repeats: int,
     ) -> PassResults:
         """Run forward and backward over every slice of rows (gradient accumulation); the gradients
         are left in the parameters.
@@ -302,11 +304,7 @@ class PolicyUpdater:
         anchor = self._predict_anchor(batch.inputs, slices, copies)
         base_velocity, drift_stride = self._predict_base(batch.inputs, slices, copies)
 
-        # Parts of which the gradient's norm is known: the first pass, of each process its own or of
-        # all together.
-        has_own_part = self.policy.has_whole_gradients
-        num_measuring = self.policy.row_ranks.world // num_repeats if has_own_part else 1
-        results = PassResults(num_parts=len(slices) * num_measuring)
+        results = PassResults()
         for part in slices:
             # An update that goes back through the rollout's own passes has its predictions. They
             # are removed, because their graph is freed by the backward pass: a repeated pass
@@ -325,9 +323,9 @@ class PolicyUpdater:
             norm = add_gradient(
                 self.policy,
                 loss,
-                total,
+                counts,
                 self.loss_scale,
-                is_measured=part == slices[0] and results.num_parts > 1,
+                is_first=part == slices[0],
                 is_last=part == slices[-1],
             )
             if norm is not None:

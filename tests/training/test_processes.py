@@ -220,8 +220,8 @@ def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
         }
         said["rounded"] = rounded_gradients(base, ranks)
         said["taught"] = taught(base, ranks)
-        half = [(0, 3), (3, 6)][ranks.rank]
-        said["replicated"] = take_replicated_step(base, half, ranks.world)
+        share = [(0, 4), (4, 6)][ranks.rank]
+        said["replicated"] = take_replicated_step(base, share, ranks.world)
         said |= {
             expert: velocities_of_experts(experts, ranks, expert)
             for expert in ("high_noise", "both")
@@ -349,11 +349,12 @@ def test_processes_learn_together_where_their_rows_are_of_different_teachers(
 def test_replicas_measure_the_variance_by_the_gradients_of_their_own_rows(
     base_folder, two_processes
 ):
-    halves = [take_replicated_step(base_folder, rows, 1) for rows in ((0, 3), (3, 6))]
+    shares = [take_replicated_step(base_folder, rows, 1) for rows in ((0, 4), (4, 6))]
     whole = take_replicated_step(base_folder, (0, 6), 1)
     assert "grad_variance" not in whole
-    norm_of_half = sum(half["grad_norm"] ** 2 for half in halves) / 2
-    expected = (norm_of_half - whole["grad_norm"] ** 2) / (1 / 3 - 1 / 6)
+    squared_norm = sum(share["grad_norm"] ** 2 for share in shares) / 2
+    # Shares of different numbers of rows: the mean of 1 / 4 and 1 / 2.
+    expected = (squared_norm - whole["grad_norm"] ** 2) / (3 / 8 - 1 / 6)
     for rank in range(2):
         said = json.loads((two_processes / f"said-{rank}.json").read_text())["replicated"]
         assert said["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)

@@ -190,6 +190,14 @@ def test_gradient_norm_and_variance_of_known_gradients():
     )
     assert "grad_variance" not in gradient_metrics(gradients, passes=1)
 
+    # Passes of 3, 2 and 2 rows.
+    uneven = gradient_metrics(gradients[:7], passes=3)
+    small = gradients[:3].mean(0).norm().item()
+    whole = gradients[:7].mean(0).norm().item()
+    assert uneven["grad_variance"] == pytest.approx(
+        (small**2 - whole**2) / (1 / 3 - 1 / 7), rel=1e-4
+    )
+
 
 def test_gradient_variance_is_the_trace_of_the_covariance_on_average():
     generator = torch.Generator().manual_seed(0)
