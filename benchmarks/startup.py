@@ -1,11 +1,12 @@
 """CPU-seconds until something starts: ``python -m benchmarks.startup [--against CHECKOUT] [--runs
 3]``.
 
-The command line, what each kind of pod imports before its task does anything, and a whole run of
-the tiny recipe with all its processes (``ebbflow run``; of a checkout without that command
-``pyflyte run``). With ``--against``, another checkout takes its turns in between, with the same
-packages, and the table has the ratios. The least of the runs counts. It goes to
-``benchmarks/results/startup.md``.
+The command line, commands that load a library for seconds, what each kind of pod imports before its
+task does anything, and a whole run of the tiny recipe with all its processes (``ebbflow run``; of a
+checkout without that command ``pyflyte run``). Two rows that are not ours tell how low such a
+command can come: an import of the classes that a tiny model and ``draw`` need, and MLflow's own UI.
+With ``--against``, another checkout takes its turns in between, with the same packages, and the
+table has the ratios. The least of the runs counts. It goes to ``benchmarks/results/startup.md``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import ctypes
+import json
 import os
 import resource
 import subprocess
@@ -21,9 +23,13 @@ import tempfile
 from pathlib import Path
 
 import yaml
+from mlflow import MlflowClient
 from tqdm import tqdm
 
 from benchmarks.machine import describe_machine
+from benchmarks.tiny_models import build_tiny
+from ebbflow.recipe import Recipe
+from ebbflow.storage.artifacts import digest_of_folder
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -35,8 +41,52 @@ PODS = [
     "generate_rollouts",
     "train_online",
 ]
-WHOLE = "a whole run of the tiny recipe"
 """Pods of the pipeline, from the lightest imports to the heaviest."""
+WHOLE = "a whole run of the tiny recipe"
+CLASSES = (
+    "from diffusers import StableDiffusion3Pipeline; from transformers import"
+    " CLIPTextModelWithProjection, T5EncoderModel"
+)
+WRITE_POLICY = """
+import json
+import sys
+from pathlib import Path
+
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.policy import PolicyConfig
+from ebbflow.training.policy_metadata import write_base_policy
+
+folder = Path(sys.argv[1])
+model = ModelConfig.model_validate(json.loads(sys.argv[2]))
+write_base_policy(folder / "policy", sys.argv[3], "", PolicyConfig(), model)
+"""
+UNTIL_IT_ANSWERS = """
+import os, shutil, signal, subprocess, sys, time, urllib.request
+
+store, port, *command = sys.argv[1:]
+os.makedirs("runs", exist_ok=True)
+shutil.copy(store, "runs/mlflow.db")
+server = subprocess.Popen(command, start_new_session=True)
+while True:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+        break
+    except OSError:
+        assert server.poll() is None, "the server has ended"
+        time.sleep(0.1)
+# Our command asks the server for the experiment before it prints the addresses.
+time.sleep(2)
+os.kill(server.pid, signal.SIGTERM)
+try:
+    server.wait(30)
+finally:
+    try:
+        os.killpg(server.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+"""A script that starts a server on a copy of a store, and ends it once it answers."""
+PORT = "58431"
 PR_SET_CHILD_SUBREAPER = 36
 """From ``linux/prctl.h``; Python has no name for it."""
 
@@ -55,19 +105,45 @@ def main() -> None:
     }
     # The checkouts take turns, so that a slow minute of the machine meets both. The least counts:
     # other work on the machine only ever adds.
-    for _ in tqdm(range(arguments.runs), unit="run"):
-        for column, tree in enumerate(trees):
-            for name, command in list_commands(tree).items():
-                seconds[name][column] = min(
-                    seconds[name][column], measure_cpu_seconds(command, tree)
-                )
+    with tempfile.TemporaryDirectory(prefix="ebbflow-startup-inputs-") as inputs:
+        prepare_inputs(Path(inputs), trees[-1])
+        for _ in tqdm(range(arguments.runs), unit="run"):
+            for column, tree in enumerate(trees):
+                for name, command in list_commands(tree).items():
+                    seconds[name][column] = min(
+                        seconds[name][column], measure_cpu_seconds(command, tree, Path(inputs))
+                    )
     written = format_table(seconds, arguments.runs, arguments.against)
     (ROOT / "benchmarks" / "results" / "startup.md").write_text(written)
     print(written)
 
 
+def prepare_inputs(folder: Path, tree: Path) -> None:
+    """Write what commands read: a tiny SD3 with a policy of it, a recipe that names it, and an
+    MLflow store.
+
+    Args:
+        tree: the oldest checkout, whose policies all others read.
+    """
+    build_tiny("sd3", folder / "tiny")
+    model = {"family": "sd3", "path": str(folder / "tiny"), "height": 64, "width": 64}
+    base_digest = digest_of_folder(folder / "tiny")
+    subprocess.run(
+        [sys.executable, "-c", WRITE_POLICY, str(folder), json.dumps(model), base_digest],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree)},
+        check=True,
+    )
+    settings = yaml.safe_load((ROOT / "workflows" / "recipes" / "tiny.yaml").read_text())
+    (folder / "sd3.yaml").write_text(yaml.safe_dump(settings | {"model": model}))
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    client.create_experiment(Recipe.model_validate(settings).tracking.experiment)
+
+
 def list_commands(tree: Path) -> dict[str, list[str]]:
-    """What is measured, by its name in the table."""
+    """What is measured, by its name in the table; "INPUTS" stands for the folder of the inputs and
+    "OUTPUT" for an empty one.
+    """
     ebbflow = str(BIN / "ebbflow")
     pyflyte = str(BIN / "pyflyte")
     launcher = tree / "workflows" / "run.py"
@@ -85,6 +161,26 @@ def list_commands(tree: Path) -> dict[str, list[str]]:
         "`ebbflow list`": [ebbflow, "list"],
         "`ebbflow keys`": [ebbflow, "keys"],
         "`ebbflow check`": [ebbflow, "check", "workflows/recipes/glyph.yaml"],
+        "`ebbflow check` with `model.path`": [ebbflow, "check", "INPUTS/sd3.yaml"],
+        "a tiny SD3": (
+            [sys.executable, "-m", "benchmarks.tiny_models", "sd3", "OUTPUT/tiny"]
+            if (tree / "benchmarks" / "tiny_models").is_dir()
+            else [ebbflow, "tiny", "sd3", "OUTPUT/tiny"]
+        ),
+        "`ebbflow draw` with a policy of a tiny SD3": [
+            *(ebbflow, "draw", "INPUTS/policy", "a cat", "--base", "INPUTS/tiny"),
+            *("--out", "OUTPUT/drawn"),
+        ],
+        "not ours: an import of SD3's pipeline and encoders": [sys.executable, "-c", CLASSES],
+        "`ebbflow ui` until it answers": [
+            *(sys.executable, "-c", UNTIL_IT_ANSWERS, "INPUTS/mlflow.db", PORT),
+            *(ebbflow, "ui", "--recipe", "recipe.yaml", "--port", PORT, "--no-browser"),
+        ],
+        "not ours: `mlflow ui` until it answers": [
+            *(sys.executable, "-c", UNTIL_IT_ANSWERS, "INPUTS/mlflow.db", PORT),
+            *(sys.executable, "-m", "mlflow", "ui", "--workers", "1", "--port", PORT),
+            *("--backend-store-uri", "sqlite:///runs/mlflow.db"),
+        ],
         "`pyflyte run ... --help`": [pyflyte, "run", *WORKFLOW, "--help"],
         **{
             f"imports of a `{name}` pod": [sys.executable, "-c", statement]
@@ -113,7 +209,7 @@ def list_imported_modules(task: Path) -> list[str]:
     return sorted({node.module for node in imports if node.module})
 
 
-def measure_cpu_seconds(command: list[str], tree: Path) -> float:
+def measure_cpu_seconds(command: list[str], tree: Path, inputs: Path) -> float:
     """Measure a command on a checkout, with all processes that it leaves behind."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-startup-") as folder:
         settings = yaml.safe_load((tree / "workflows" / "recipes" / "tiny.yaml").read_text())
@@ -125,13 +221,21 @@ def measure_cpu_seconds(command: list[str], tree: Path) -> float:
             "TMPDIR": folder,
             "PYTHONPATH": str(tree),
             "MLFLOW_DISABLE_TELEMETRY": "true",
+            # As `ebbflow ui` sets it: further processes, which looking at runs does not need.
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         }
         environment = {
             name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"
         } | overrides
         usage_before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        words = [str(recipe) if part == "recipe.yaml" else part for part in command]
-        completed = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True)
+        places = {"recipe.yaml": str(recipe), "INPUTS": str(inputs), "OUTPUT": folder}
+        words = []
+        for part in command:
+            first, *rest = part.split("/", 1)
+            words.append("/".join([places.get(first, first), *rest]))
+        # A server's store is found from the folder that it is started in.
+        here = folder if UNTIL_IT_ANSWERS in command else tree
+        completed = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True)
         if completed.returncode:
             raise SystemExit(
                 f"{' '.join(words)} failed:\n{completed.stdout[-3000:]}{completed.stderr[-3000:]}"
