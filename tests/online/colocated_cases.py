@@ -268,12 +268,19 @@ def run_attempt(
 def check_metrics(rows: Sequence[dict[str, float]], rows_alone: Sequence[dict[str, float]]) -> None:
     """Check that a group says of each step what one process says."""
     for row_alone, row in zip(rows_alone, rows, strict=True):
-        # The first part of a batch has other rows in a group, or is all of it.
-        names = (row_alone.keys() | row.keys()) - {"grad_variance", "velocity_drift"}
+        # The first part of a batch has other rows in a group, or is all of it. One pixel decides
+        # whether a box of pixels looks like text, which is much where there are few pictures.
+        names = (row_alone.keys() | row.keys()) - {
+            *("grad_variance", "velocity_drift"),
+            *("statistic/text_likeness", "statistic_shift/text_likeness"),
+        }
         for name in names:
-            # Pixels are whole numbers, which the last bits of a latent can move by one.
+            # Pixels are whole numbers, which the last bits of a latent can move by one; shifts are
+            # in units of a spread of some percent.
             of_pixels = name.startswith(("statistic", "score", "reward", "validation", "group"))
             tolerance = 2e-3 if of_pixels else 1e-5
+            if name.startswith("statistic_shift"):
+                tolerance = 2e-2
             assert row[name] == pytest.approx(row_alone[name], rel=5e-3, abs=tolerance), name
 
 
