@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -236,6 +238,16 @@ HOLDS = {
 }
 
 
+@pytest.fixture
+def usual_recursion_limit() -> Iterator[None]:
+    """Python's own: mypy, which other tests import, raises it for the whole process."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.usefixtures("usual_recursion_limit")
 @pytest.mark.parametrize(("content", "says"), HOLDS.values(), ids=HOLDS)
 def test_what_a_file_may_hold_and_is_no_recipe(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "recipe.yaml"
