@@ -28,6 +28,13 @@ def replace_forward(network: Any, forward: Callable[..., Any]) -> None:
     network.forward = MethodType(forward, network)
 
 
+def computes_with(network: Any, forward: Callable[..., Any]) -> bool:
+    """Return whether ``replace_forward`` has given the network this function, and nothing has
+    wrapped it since.
+    """
+    return getattr(network.forward, "__func__", None) is forward
+
+
 class _KnownLengths:
     """Answers what diffusers' positions of Lumina-Image 2.0 ask of a mask."""
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, ProcessorMixin, Qwen2Tokenizer, Qwen3VLP
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
-from ebbflow.models.device_forwards import replace_forward, run_text_to_image
+from ebbflow.models.device_forwards import computes_with, replace_forward, run_text_to_image
 from ebbflow.models.equal_lengths import run_by_length
 from ebbflow.models.folder import copy_published_part
 from ebbflow.models.pipeline import PipelineModel, channel_statistics, dynamic_shift_arguments
@@ -45,6 +45,8 @@ PUBLISHED: Published = {
         "vae": Part("diffusers", "AutoencoderKLQwenImage21", {}),
     }
 }
+SLOT = 4
+"""Tokens of the image for each place that the sequence of the text encoder has for it."""
 
 
 # mypy cannot follow transformers' lazy modules.
@@ -168,12 +170,20 @@ class QwenImage21Model(PipelineModel):
 
     def _run_equal_lengths(self, latents: Tensor, sigma: Tensor, embeds: Tensor) -> Tensor:
         count, _, height, width = latents.shape
+        is_image = None
+        if not computes_with(self.transformer, run_text_to_image):
+            # diffusers' own forward pass, of a network that was put in place of the loaded one,
+            # is told where the text has places for the image: at its end, [n, L + H W / 4].
+            is_image = embeds.new_zeros(
+                count, embeds.shape[1] + height * width // SLOT, dtype=torch.bool
+            )
+            is_image[:, embeds.shape[1] :] = True
         prediction: Tensor = self.transformer(
             hidden_states=latents.flatten(2).mT,
             timestep=sigma,
             encoder_hidden_states=embeds,
             img_shapes=[[(1, height, width)]] * count,
-            img_mask=None,  # the image comes after its prompt
+            img_mask=is_image,
             return_dict=False,
         )[0]
         # [n, L + H W, C]: what it predicts of the text is no velocity of anything.
