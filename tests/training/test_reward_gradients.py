@@ -20,6 +20,7 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate_samples
+from ebbflow.training.gradients import RowCounts
 from ebbflow.training.policy import Policy
 from ebbflow.training.reward_gradients import build_gradient_batch
 from ebbflow.training.update import PolicyUpdater
@@ -142,7 +143,8 @@ def test_every_step_with_gradient_is_repeated_instead_of_kept(base_folder):
         lambda *_: calls.append(torch.is_grad_enabled())
     )
     assert batch.inputs.checkpointed
-    updater._run_passes(batch, [slice(0, COUNT)], COUNT, {})
+    counts = RowCounts(total=COUNT, measured=COUNT, inverse=0)
+    updater._run_passes(batch, [slice(0, COUNT)], counts, {})
     assert calls.count(True) == 6  # three forward, three again
     assert calls.count(False) == 1  # of the base model, for the drift
     _, once = make(base_folder, "refl", 3)
