@@ -20,6 +20,7 @@ class OutputPath(click.Path):
         super().__init__(path_type=Path, **checks)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path; refuse a relative one in ``/``, by the name of its option."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         try:
             refuse_root_folder(path, param.human_readable_name if param else "the path")
