@@ -281,6 +281,10 @@ def check_metrics(rows: Sequence[dict[str, float]], rows_alone: Sequence[dict[st
             tolerance = 2e-3 if of_pixels else 1e-5
             if name.startswith("statistic_shift"):
                 tolerance = 2e-2
+            elif name == "loss":
+                # At ratios of one the advantages add up to zero: what is left is rounding of the
+                # ratios, some 1e-5, by which no two CPUs agree. The weights are compared as well.
+                tolerance = 1e-4
             assert row[name] == pytest.approx(row_alone[name], rel=5e-3, abs=tolerance), name
 
 
