@@ -73,24 +73,7 @@ def serve_ui(
             " --recipe"
         )
     server = f"http://127.0.0.1:{port}"
-    options = {
-        "--backend-store-uri": uri,
-        "--port": str(port),
-        "--workers": "1",
-        "--uvicorn-opts": "--log-level=warning",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "ui",
-        *(word for option in options.items() for word in option),
-    ]
-    # no job execution: it is further processes, and looking at runs needs none of them
-    lean = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    _check_port_free(port)
-    # a session of its own: the server has children, and the whole group is killed at the end
-    process = subprocess.Popen(command, env=os.environ | lean, start_new_session=True)
+    process = _start_server(uri, port)
     # SIGTERM ends as Ctrl-C does, or the server would outlive this process
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -108,6 +91,32 @@ def serve_ui(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         process.wait()
+
+
+def _start_server(uri: str, port: int) -> subprocess.Popen[bytes]:
+    """Start MLflow's UI as a process group of its own.
+
+    Raises:
+        TrackingError: the port is taken.
+    """
+    options = {
+        "--backend-store-uri": uri,
+        "--port": str(port),
+        "--workers": "1",
+        "--uvicorn-opts": "--log-level=warning",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "ui",
+        *(word for option in options.items() for word in option),
+    ]
+    # no job execution: it is further processes, and looking at runs needs none of them
+    lean = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    _check_port_free(port)
+    # a session of its own: the server has children, and the whole group is killed at the end
+    return subprocess.Popen(command, env=os.environ | lean, start_new_session=True)
 
 
 def _check_port_free(port: int) -> None:
@@ -153,6 +162,8 @@ def _ask_experiment_id(server: str, experiment: str) -> str | None:
         if error.code == HTTPStatus.NOT_FOUND:
             return None
         raise TrackingError(f"MLflow's UI at {server} fails: {error}, see above") from error
+    except (URLError, ConnectionError) as error:
+        raise TrackingError(f"MLflow's UI at {server} has ended: {error}, see above") from error
 
 
 def _build_no_experiment_error(uri: str, experiment: str) -> TrackingError:

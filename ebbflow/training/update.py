@@ -249,8 +249,7 @@ class PolicyUpdater:
         self._note_due_reset(means)
         # Not every update measures the drift; those that do not report the last value.
         self.drift = means.setdefault("velocity_drift", self.drift)
-        # Processes that share the tokens of a row have all counted it, as those that have the same
-        # rows have.
+        # Processes that share the tokens of a row, or have the same rows, each count it.
         num_distinct_rows = counts.total // (self.policy.context_parallel * num_repeats)
         return (
             means
