@@ -48,7 +48,7 @@ from ebbflow.rewards.combine import Scorer, load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import write_table
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.passes import TrainingError
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_model, open_policy, save_policy
 from ebbflow.training.policy_metadata import PolicyMetadata, write_base_policy

@@ -33,7 +33,7 @@ from ebbflow.algorithms.base import (
 )
 from ebbflow.algorithms.built_in import awm
 from ebbflow.algorithms.correction import compute_correction, compute_diagnostics
-from ebbflow.algorithms.reference import compute_penalty
+from ebbflow.algorithms.loss_terms import compute_penalty
 from ebbflow.algorithms.registry import BUILT_IN
 from ebbflow.flow.sampler import SolverHistory, Transition
 from ebbflow.flow.transition import (

@@ -38,7 +38,7 @@ from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import write_text
 from ebbflow.storage.tables import read_table, write_table
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.passes import TrainingError
 from ebbflow.training.policy_io import open_model, open_policy
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.update import PolicyUpdater

@@ -41,7 +41,7 @@ for room in sys.argv[1].split(","):
     for module in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
         importlib.import_module(module.name)
 
-from ebbflow.algorithms.policy_gradient import compute_clipped_loss
+from ebbflow.algorithms.loss_terms import compute_clipped_loss
 from ebbflow.recipe import load_recipe
 
 ratio = torch.tensor([1.05, 1.3], requires_grad=True)

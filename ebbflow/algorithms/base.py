@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from ebbflow.algorithms import grouping
 from ebbflow.recipe.algorithms import AlgorithmConfig, SurrogateConfig
 from ebbflow.recipe.choices import ADVANTAGE_CLIP
 
@@ -312,6 +311,53 @@ class StepScores:
 Reshape: TypeAlias = "Callable[[AdvantageResult, StepScores, Any, dict[str, Any]], AdvantageResult]"
 
 
+# Which samples are trained on, and which of them must stay together: single ones, pairs or whole
+# groups (``Algorithm.select``). numpy is imported inside: recipes read this file.
+
+
+def select_kept_samples(
+    advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
+) -> list[np.ndarray]:
+    """Return every kept sample as a group of its own."""
+    return list(keep.nonzero()[0][:, None])
+
+
+def select_all_samples(
+    advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
+) -> list[np.ndarray]:
+    """Return every sample as a group of its own, whatever its reward said."""
+    import numpy as np
+
+    return list(np.arange(len(keep))[:, None])
+
+
+def select_groups(
+    advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
+) -> list[np.ndarray]:
+    """Return the kept samples of each prompt, by ascending prompt id.
+
+    Example:
+        keep = [True, True, False, True] with prompt_ids = [7, 3, 7, 7] gives [[1], [0, 3]].
+    """
+    import numpy as np
+
+    kept = np.flatnonzero(keep)
+    # Sorted once, not searched for each prompt: a file of pairs has as many prompts as pairs.
+    by_prompt = kept[np.argsort(prompt_ids[kept], kind="stable")]
+    _, starts = np.unique(prompt_ids[by_prompt], return_index=True)
+    # The first start is 0, so the first part is empty.
+    return np.split(by_prompt, starts)[1:]
+
+
+def select_all_groups(
+    advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
+) -> list[np.ndarray]:
+    """Return all samples of each prompt, by ascending prompt id, whatever their rewards said."""
+    import numpy as np
+
+    return select_groups(advantage, np.ones_like(keep), prompt_ids, config)
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """One algorithm; its hyper-parameters' class says in a line what it does and which rows and
@@ -351,7 +397,7 @@ class Algorithm:
     # the memory of the trained parameters.
     copies: Callable[[Any], frozenset[CopyName]] = lambda config: frozenset()
     select: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], list[np.ndarray]] = (
-        grouping.select_kept_samples
+        select_kept_samples
     )
     follows: Mapping[FollowingName, Decay] = field(default_factory=dict)
     generates: Literal["current"] | FollowingName = "current"
@@ -398,7 +444,7 @@ def compute_gaussian_kl(step: Transition, mean: Tensor | None) -> Tensor:
             " ClassVar = True to the class of the algorithm's hyper-parameters"
         )
     # The true std b, dt included, for every sampler. Public code often divides by 2 s^2 here, which
-    # is |dt| times as much (``ebbflow.algorithms.reference`` has it by name).
+    # is |dt| times as much (``ebbflow.algorithms.loss_terms`` has it by name).
     return mean_per_row((step.mean - mean) ** 2) / (2 * step.std**2)
 
 

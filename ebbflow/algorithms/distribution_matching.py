@@ -23,8 +23,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, MatchingRows, RowMetrics, expand_like, mean_per_row
+from ebbflow.algorithms.base import (
+    Algorithm,
+    MatchingRows,
+    RowMetrics,
+    expand_like,
+    mean_per_row,
+    select_all_samples,
+)
 from ebbflow.recipe.algorithms import MatchingConfig
 
 if TYPE_CHECKING:
@@ -69,5 +75,5 @@ def build_matching_algorithm(config: type[MatchingConfig]) -> Algorithm:
         compute_loss,
         copies=lambda config: frozenset({"teacher", "fake"}),
         # Rewards are watched, not learnt from: groups without variance count, too.
-        select=grouping.select_all_samples,
+        select=select_all_samples,
     )

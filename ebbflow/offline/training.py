@@ -40,9 +40,9 @@ from ebbflow.training.checkpoint import (
     write_part,
 )
 from ebbflow.training.distributed import Ranks, enter_phase
-from ebbflow.training.gradients import TrainingError
 from ebbflow.training.group_checkpoints import GroupCheckpoints
 from ebbflow.training.kinds.base import trainable_kind
+from ebbflow.training.passes import TrainingError
 from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm

@@ -24,7 +24,7 @@ from ebbflow.online.messages import RolloutBatch
 from ebbflow.recipe.latents import list_judges
 from ebbflow.rewards.base import RewardError
 from ebbflow.stage import StageContext
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.passes import TrainingError
 
 
 def compute_step_advantages(

@@ -18,9 +18,8 @@ from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, CustomRewardConfig, RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.functions import FunctionReward, is_score_function
-from ebbflow.rewards.groups import get_failure_reason, score_and_check
+from ebbflow.rewards.groups import check_images, get_failure_reason, score_and_check
 from ebbflow.rewards.samples import (
-    check_images,
     join_sounds,
     reads_any,
     replace_non_finite_latents,

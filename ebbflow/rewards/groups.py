@@ -1,5 +1,5 @@
 """Call a reward as it declares, with samples, with the whole group of a prompt, or with pairs; and
-check what it returns.
+check what it gets and returns.
 """
 
 from __future__ import annotations
@@ -17,6 +17,28 @@ from ebbflow.watchdog import watch
 ALONE = "the only image of its prompt here, and this reward compares images"
 PAIRS_PER_CALL = 64
 """Bounds memory: a group of 24 images has 276 pairs, each of which is a copy of two images."""
+
+
+def check_images(images: np.ndarray, prompts: Sequence[Prompt]) -> None:
+    """Check that there is an image or a video for each prompt.
+
+    Raises:
+        RewardError: there is not, or they are not uint8 RGB.
+    """
+    if (
+        images.dtype != np.uint8
+        or images.ndim not in (4, 5)
+        or images.shape[-1] != 3
+        or 0 in images.shape[1:]
+    ):
+        raise RewardError(
+            "images must be uint8 RGB [N, height, width, 3], or videos [N, frames, height, width,"
+            f" 3], got {images.dtype} {list(images.shape)}"
+        )
+    if len(images) != len(prompts):
+        raise RewardError(
+            f"{len(images)} images for {len(prompts)} prompts; give one prompt per image"
+        )
 
 
 def score_and_check(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbflow.data.prompts import Prompt
 from ebbflow.data.sounds import Sounds
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import Reward, RewardError
@@ -41,28 +40,6 @@ class SoundedVideos:
 
     def __getitem__(self, rows: slice | np.ndarray | list[int]) -> SoundedVideos:
         return SoundedVideos(self.videos[rows], self.sounds.select_rows(rows))
-
-
-def check_images(images: np.ndarray, prompts: Sequence[Prompt]) -> None:
-    """Check that there is an image or a video for each prompt.
-
-    Raises:
-        RewardError: there is not, or they are not uint8 RGB.
-    """
-    if (
-        images.dtype != np.uint8
-        or images.ndim not in (4, 5)
-        or images.shape[-1] != 3
-        or 0 in images.shape[1:]
-    ):
-        raise RewardError(
-            "images must be uint8 RGB [N, height, width, 3], or videos [N, frames, height, width,"
-            f" 3], got {images.dtype} {list(images.shape)}"
-        )
-    if len(images) != len(prompts):
-        raise RewardError(
-            f"{len(images)} images for {len(prompts)} prompts; give one prompt per image"
-        )
 
 
 def join_sounds(reward: Reward, images: np.ndarray, sounds: Sounds | None) -> SoundedVideos:

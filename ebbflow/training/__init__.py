@@ -17,8 +17,8 @@ How
       builds the rows of its losses; ``optimizers``: a file per optimiser; ``trial``: one call of a
       user's loss on random rows.
     - ``batches``: samples to rows of a loss; ``update``: ``PolicyUpdater``, one optimiser step over
-      micro-batches; ``pass_results``: its metrics and what was not finite; ``drift``: which updates
-      measure the drift from the base model.
+      micro-batches; ``passes``: their predictions, gradients and metrics, and what was not finite;
+      ``drift``: which updates measure the drift from the base model.
     - ``rollout_correction``: log-probs of stale or rough rollouts, predicted again by the training
       policy.
     - ``policy_io`` and ``policy_metadata``: policy folders between stages; ``start`` and

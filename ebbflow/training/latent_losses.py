@@ -20,7 +20,7 @@ from torch import Tensor
 from ebbflow.algorithms.base import RowMetrics, mean_per_row
 from ebbflow.flow.latents import NamedLatents, Shape
 from ebbflow.training.batches import ForwardInputs
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.passes import TrainingError
 
 AnyBatch = TypeVar("AnyBatch")
 LatentColumns = ("advantage", "old_log_prob")

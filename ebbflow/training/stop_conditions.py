@@ -20,7 +20,7 @@ from types import FrameType
 from ebbflow.recipe.stages import StageConfig
 from ebbflow.resume import SIGTERM_CAME, InterruptedAttempt
 from ebbflow.training.distributed import JointExit, all_reduce_max
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.passes import TrainingError
 
 EXPIRES = "EBBFLOW_EXPIRES_AT"
 MIN_SECONDS_TO_SAVE = 60.0

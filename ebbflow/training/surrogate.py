@@ -24,8 +24,8 @@ from ebbflow.training.matching import (
     sample_noise_levels,
     sample_training_noise,
 )
+from ebbflow.training.passes import predict_velocities_of_copy
 from ebbflow.training.policy import Policy
-from ebbflow.training.predictions import predict_velocities_of_copy
 
 SurrogateLoss = Callable[[SurrogateRows], tuple[Tensor, RowMetrics]]
 

@@ -16,8 +16,8 @@ from ebbflow.recipe.algorithms import EmaScheduleConfig
 from ebbflow.recipe.kinds import TrainedCopyConfig
 from ebbflow.training.batches import ForwardInputs, split_into_passes
 from ebbflow.training.distributed import sum_over_processes
-from ebbflow.training.gradients import TrainingError, compute_gradient_norm
 from ebbflow.training.optimizer import AnyOptimizer, build_optimizer
+from ebbflow.training.passes import TrainingError, compute_gradient_norm
 from ebbflow.training.policy import Policy
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, RowMetrics
-from ebbflow.algorithms.reference import compute_penalty, compute_penalty_weight
+from ebbflow.algorithms.loss_terms import compute_penalty, compute_penalty_weight
 from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.training_sigmas import list_schedule_points
 from ebbflow.recipe.correction_rules import resolve_correction
@@ -25,13 +25,6 @@ from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
 from ebbflow.training.drift import choose_drift_stride
-from ebbflow.training.gradients import (
-    RowCounts,
-    TrainingError,
-    add_gradient,
-    compute_gradient_norm,
-    count_rows,
-)
 from ebbflow.training.latent_losses import (
     LatentShare,
     join_latent_losses,
@@ -39,19 +32,22 @@ from ebbflow.training.latent_losses import (
     select_latent,
 )
 from ebbflow.training.optimizer import AnyOptimizer, build_optimizer, set_learning_rate
-from ebbflow.training.pass_results import (
+from ebbflow.training.passes import (
     PassResults,
+    RowCounts,
+    TrainingError,
+    add_gradient,
     build_non_finite_error,
     compute_gradient_metrics,
+    compute_gradient_norm,
+    count_rows,
     find_teacher_rows,
-)
-from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import PolicyMetadata, Progress
-from ebbflow.training.predictions import (
     predict_velocities_of_copy,
     predict_velocities_of_teachers,
     predict_velocity,
 )
+from ebbflow.training.policy import Policy
+from ebbflow.training.policy_metadata import PolicyMetadata, Progress
 from ebbflow.training.trained_copy import CopyBatch, TrainedCopy
 
 FIRST_LOSS_SCALE = 2.0**16

@@ -16,7 +16,7 @@ from ebbflow.algorithms.built_in.flow_grpo import (
     FlowGRPOFastConfig,
     MixGRPOConfig,
 )
-from ebbflow.algorithms.policy_gradient import compute_dead_share
+from ebbflow.algorithms.loss_terms import compute_dead_share
 from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.transition import compute_log_prob, sample_next_latents
 from ebbflow.recipe.choices import AdvantagesConfig

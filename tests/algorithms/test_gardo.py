@@ -20,7 +20,7 @@ from ebbflow.algorithms.built_in.gardo import (
     compute_diversity_scale,
     compute_uncertainty,
 )
-from ebbflow.algorithms.reference import compute_penalty
+from ebbflow.algorithms.loss_terms import compute_penalty
 from ebbflow.recipe.choices import ReferenceConfig
 
 ONE_EACH = GARDOConfig(auxiliary=["q"], diversity="d", share=0.2)

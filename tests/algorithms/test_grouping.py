@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.algorithms import grouping
+from ebbflow.algorithms.base import select_all_samples, select_groups, select_kept_samples
 from ebbflow.algorithms.built_in import diffusion_dpo
 from ebbflow.algorithms.built_in.dgpo import DGPOConfig
 from ebbflow.algorithms.built_in.diffusion_dpo import DiffusionDPOConfig
@@ -22,7 +22,7 @@ def chosen(select, config, advantage=ADVANTAGE, keep=KEEP, prompts=PROMPTS):
 
 
 def test_each_kept_sample_by_itself():
-    assert chosen(grouping.select_kept_samples, DGPOConfig()) == [
+    assert chosen(select_kept_samples, DGPOConfig()) == [
         [0],
         [1],
         [2],
@@ -36,11 +36,11 @@ def test_each_kept_sample_by_itself():
 
 
 def test_every_sample_by_itself():
-    assert chosen(grouping.select_all_samples, DGPOConfig()) == [[sample] for sample in range(10)]
+    assert chosen(select_all_samples, DGPOConfig()) == [[sample] for sample in range(10)]
 
 
 def test_the_kept_samples_of_each_prompt_by_prompt_and_in_order():
-    assert chosen(grouping.select_groups, DGPOConfig()) == [[1, 5, 6], [9], [0, 2, 3], [7, 8]]
+    assert chosen(select_groups, DGPOConfig()) == [[1, 5, 6], [9], [0, 2, 3], [7, 8]]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_tie_inside_a_group_costs_that_pair_alone():
 def test_nothing_kept_is_nothing_to_train_on():
     nobody = np.zeros(10, bool)
     for select, config in [
-        (grouping.select_kept_samples, DGPOConfig()),
-        (grouping.select_groups, DGPOConfig()),
+        (select_kept_samples, DGPOConfig()),
+        (select_groups, DGPOConfig()),
         (select_best_samples, SFTConfig()),
         (diffusion_dpo.select_pairs, DiffusionDPOConfig()),
     ]:
@@ -126,17 +126,17 @@ def flat(found):
 @given(batches())
 def test_groups_are_the_kept_samples_divided_by_prompt(batch):
     advantage, keep, prompts = batch
-    found = chosen(grouping.select_groups, DGPOConfig(), *batch)
+    found = chosen(select_groups, DGPOConfig(), *batch)
     assert (
         sorted(flat(found))
         == np.flatnonzero(keep).tolist()
-        == flat(chosen(grouping.select_kept_samples, DGPOConfig(), *batch))
+        == flat(chosen(select_kept_samples, DGPOConfig(), *batch))
     )
     assert found == [
         np.flatnonzero(keep & (prompts == prompt)).tolist()
         for prompt in sorted(set(prompts[keep].tolist()))
     ]
-    assert flat(chosen(grouping.select_all_samples, DGPOConfig(), *batch)) == list(range(len(keep)))
+    assert flat(chosen(select_all_samples, DGPOConfig(), *batch)) == list(range(len(keep)))
 
 
 @given(batches(), st.integers(1, 5))

@@ -19,7 +19,7 @@ from algorithm_rows import (
     rollout,
 )
 
-from ebbflow.algorithms.reference import compute_penalty, compute_penalty_weight
+from ebbflow.algorithms.loss_terms import compute_penalty, compute_penalty_weight
 from ebbflow.flow.transition import find_sampler
 from ebbflow.recipe.choices import ReferenceConfig
 

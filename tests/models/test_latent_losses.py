@@ -13,12 +13,12 @@ from ebbflow.flow.latents import NamedLatents, average_elements, join_averages
 from ebbflow.models import predict
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.recipe import Recipe
-from ebbflow.training.gradients import TrainingError
 from ebbflow.training.latent_losses import (
     average_over_latents,
     list_latent_shares,
     select_latent,
 )
+from ebbflow.training.passes import TrainingError
 from ebbflow.training.rollout_correction import apply_rollout_correction
 from tests.training.training_cases import (
     LORA,

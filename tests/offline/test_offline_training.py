@@ -20,7 +20,7 @@ from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import write_table
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.passes import TrainingError
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_policy
 from ebbflow.training.policy_metadata import Progress, read_policy_metadata, write_base_policy

@@ -7,8 +7,7 @@ import pytest
 import torch
 from loop_cases import NFT, keys_of
 
-from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, compute_flow_matching_error
+from ebbflow.algorithms.base import Algorithm, compute_flow_matching_error, select_groups
 from ebbflow.models.base import predict
 from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.online import step_advantages
@@ -58,7 +57,7 @@ OWN = Algorithm(
         config.strength * compute_flow_matching_error(rows, rows.velocity),
         {"own/advantage": rows.advantage},
     ),
-    select=grouping.select_groups,
+    select=select_groups,
 )
 
 

@@ -14,7 +14,7 @@ from ebbflow.online.step_advantages import compute_step_advantages
 from ebbflow.recipe.algorithms import ForwardConfig, TrajectoryConfig
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.stage import StageContext
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.passes import TrainingError
 
 
 def free_the_first(advantages, scores, config, memory):

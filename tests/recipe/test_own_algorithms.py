@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from stage_cases import offline, online, problem, resolved
 
-from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm
+from ebbflow.algorithms.base import Algorithm, select_groups
 from ebbflow.recipe.algorithms import ForwardConfig, TrajectoryConfig
 from ebbflow.recipe.choices import SamplerConfig, WindowConfig
 from ebbflow.recipe.plugins import import_object
@@ -61,7 +60,7 @@ class Defaults(TrajectoryConfig):
     stage_defaults = {"sampler": {"name": "flow_sde", "steps": 9}, "window": {"size": 2}}
 
 
-FORWARD_ONE = Algorithm(OwnForward, lambda rows, config: (None, {}), select=grouping.select_groups)
+FORWARD_ONE = Algorithm(OwnForward, lambda rows, config: (None, {}), select=select_groups)
 TRAJECTORY_ONE = Algorithm(OwnTrajectory, lambda rows, config: (None, {}))
 EVERYWHERE = Algorithm(Everywhere, lambda rows, config: (None, {}))
 OF_DENSITIES = Algorithm(OfDensities, lambda rows, config: (None, {}))

@@ -19,12 +19,12 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training import matching
-from ebbflow.training.gradients import TrainingError
 from ebbflow.training.matching import (
     FakeScoreBatch,
     build_matching_batch,
     sample_student_steps,
 )
+from ebbflow.training.passes import TrainingError
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.training.training_cases import FULL, LORA, TEXTS, farthest, sgd

@@ -38,7 +38,7 @@ from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training import sharding
 from ebbflow.training.distributed import Ranks, join_process_group
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.passes import TrainingError
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.update import PolicyUpdater

@@ -20,7 +20,7 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate_samples
-from ebbflow.training.gradients import RowCounts
+from ebbflow.training.passes import RowCounts
 from ebbflow.training.policy import Policy
 from ebbflow.training.reward_gradients import build_gradient_batch
 from ebbflow.training.update import PolicyUpdater

@@ -15,7 +15,7 @@ from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.resume import SIGTERM_CAME
 from ebbflow.training import stop_conditions
 from ebbflow.training.distributed import join_process_group
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.passes import TrainingError
 from ebbflow.training.stop_conditions import (
     EXPIRES,
     Preempted,

@@ -39,8 +39,8 @@ from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardBatch, ForwardInputs, build_forward_batch
-from ebbflow.training.gradients import TrainingError
 from ebbflow.training.optimizer import build_optimizer
+from ebbflow.training.passes import TrainingError
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import move, moved, same, values
 

@@ -29,7 +29,7 @@ from ebbflow.algorithms.base import (
     compute_flow_matching_error,
     mean_per_row,
 )
-from ebbflow.algorithms.policy_gradient import compute_clip_metrics, compute_clipped_loss
+from ebbflow.algorithms.loss_terms import compute_clip_metrics, compute_clipped_loss
 from ebbflow.recipe.algorithms import (
     GROUP_SIZE,
     SUM_OF_REWARDS,

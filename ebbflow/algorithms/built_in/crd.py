@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import (
     Algorithm,
     ForwardRows,
     RowMetrics,
     compute_group_mean,
     mean_per_row,
+    select_groups,
 )
 from ebbflow.recipe.algorithms import (
     GROUP_SIZE,
@@ -162,7 +162,7 @@ ALGORITHM = Algorithm(
     CRDConfig,
     compute_loss,
     copies=lambda config: frozenset({"old"}),
-    select=grouping.select_groups,
+    select=select_groups,
     follows={
         "old": lambda config, step: config.old.decay_after_step(step),
         "sampling": lambda config, step: config.sampling.decay_after_step(step),

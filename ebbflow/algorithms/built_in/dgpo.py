@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import (
     Algorithm,
     CopyName,
     ForwardRows,
     RowMetrics,
     compute_flow_matching_error,
+    select_groups,
 )
 from ebbflow.algorithms.group_preference import compute_group_weight, find_clipped_rows
 from ebbflow.recipe.algorithms import (
@@ -143,6 +143,6 @@ ALGORITHM = Algorithm(
     DGPOConfig,
     compute_loss,
     copies=list_copies,
-    select=grouping.select_groups,
+    select=select_groups,
     follows={"old": lambda config, step: config.old.decay_after_step(step)},
 )

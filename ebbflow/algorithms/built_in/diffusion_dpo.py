@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import (
     Algorithm,
     CopyName,
     ForwardRows,
     RowMetrics,
     compute_flow_matching_error,
+    select_groups,
 )
 from ebbflow.recipe.algorithms import GROUP_SIZE, ForwardConfig, PublishedSetting, SigmaConfig
 
@@ -151,7 +151,7 @@ def select_pairs(
     import numpy as np
 
     pairs = []
-    for group in grouping.select_groups(advantage, keep, prompt_ids, config):
+    for group in select_groups(advantage, keep, prompt_ids, config):
         # Stable, so that equal advantages keep their order on every machine.
         best_first = group[np.argsort(-advantage[group], kind="stable")]
         count = max(1, int(config.pairs_share * len(group)))

@@ -19,9 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, compute_gaussian_kl
-from ebbflow.algorithms.policy_gradient import compute_ratio_metrics
+from ebbflow.algorithms.base import (
+    Algorithm,
+    RowMetrics,
+    TrajectoryRows,
+    compute_gaussian_kl,
+    select_all_samples,
+)
+from ebbflow.algorithms.loss_terms import compute_ratio_metrics
 from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.paths import PathText
 
@@ -73,5 +78,5 @@ ALGORITHM = Algorithm(
     copies=lambda config: frozenset({"teacher"}),
     # Not the default, which leaves out groups whose rewards are all equal: nothing here is learnt
     # from rewards.
-    select=grouping.select_all_samples,
+    select=select_all_samples,
 )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, compute_gaussian_kl
-from ebbflow.algorithms.policy_gradient import compute_ratio_metrics
+from ebbflow.algorithms.loss_terms import compute_ratio_metrics
 from ebbflow.recipe.algorithms import SUM_OF_REWARDS, PublishedSetting, TrajectoryConfig
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
-from ebbflow.algorithms.policy_gradient import (
+from ebbflow.algorithms.loss_terms import (
     BASE,
     compute_clip_metrics,
     compute_clipped_loss,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, compute_gaussian_kl
-from ebbflow.algorithms.policy_gradient import (
+from ebbflow.algorithms.loss_terms import (
     compute_clip_metrics,
     compute_clipped_loss,
     compute_ratio_metrics,

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, compute_flow_matching_error
+from ebbflow.algorithms.base import (
+    Algorithm,
+    ForwardRows,
+    RowMetrics,
+    compute_flow_matching_error,
+    select_groups,
+)
 from ebbflow.algorithms.imitation import SFT, ImitationConfig
 from ebbflow.recipe.algorithms import GROUP_SIZE, PublishedSetting
 
@@ -50,7 +55,7 @@ def select_best_samples(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: SFTConfig
 ) -> list[np.ndarray]:
     """Select the best ``config.best`` samples of each group, each as a group of its own."""
-    groups = grouping.select_groups(advantage, keep, prompt_ids, config)
+    groups = select_groups(advantage, keep, prompt_ids, config)
     # Stable: of equal samples the first. Published code trains on all that share the best reward.
     best_first = [group[(-advantage[group]).argsort(kind="stable")] for group in groups]
     # [best, 1] of each group: every sample stands alone, as the loss compares no rows.

@@ -46,7 +46,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import (
     Algorithm,
     MatchingRows,
@@ -55,6 +54,7 @@ from ebbflow.algorithms.base import (
     compute_group_mean,
     expand_like,
     mean_per_row,
+    select_all_groups,
 )
 from ebbflow.algorithms.distribution_matching import TINY, compute_gradient
 from ebbflow.algorithms.group_preference import compute_group_weight, find_clipped_rows
@@ -241,6 +241,6 @@ ALGORITHM = Algorithm(
     compute_loss,
     copies=lambda config: frozenset({"teacher", "fake"}),
     # Groups whose rewards say nothing still match the teacher's distribution.
-    select=grouping.select_all_groups,
+    select=select_all_groups,
     surrogate_loss=compute_surrogate_loss,
 )

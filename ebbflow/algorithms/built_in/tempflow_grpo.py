@@ -21,7 +21,7 @@ from pydantic import Field
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
 from ebbflow.algorithms.built_in import flow_grpo
 from ebbflow.algorithms.built_in.flow_grpo import ClippedConfig
-from ebbflow.algorithms.policy_gradient import BASE
+from ebbflow.algorithms.loss_terms import BASE
 from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, PublishedSetting
 
 if TYPE_CHECKING:

@@ -112,7 +112,7 @@ class TrajectoryKind(TrainableKind):
         return batch, {}
 
     def summarise_first_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        from ebbflow.algorithms.policy_gradient import compute_dead_share
+        from ebbflow.algorithms.loss_terms import compute_dead_share
 
         if "ratio/deviation" not in metrics:
             return {}  # a user's own loss need not report its ratio

@@ -1,4 +1,5 @@
-"""What the forward-backward passes of an update leave behind: its metrics, and the error that names
+"""The forward-backward passes of an update: what the policy and its copies predict at the rows of a
+loss, the gradient of a pass, and what the passes leave behind: metrics, and the error that names
 what is not finite.
 """
 
@@ -7,23 +8,165 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ebbflow.algorithms.base import RowMetrics, mean_per_row
+from ebbflow.algorithms.base import CopyName, RowMetrics, mean_per_row
+from ebbflow.models.base import predict, predict_checkpointed
 from ebbflow.recipe.students import teacher_copy_name
-from ebbflow.training.batches import RowBatch
-from ebbflow.training.distributed import Ranks, sum_over_processes
-from ebbflow.training.gradients import TrainingError
+from ebbflow.training.batches import ForwardInputs, RowBatch
+from ebbflow.training.distributed import Ranks, all_reduce_max, sum_over_processes
 from ebbflow.training.policy import Policy
 
 NOT_IN_A_METRIC = re.compile(r"[^A-Za-z0-9_.-]")
 """What the name of a prompt set may have, as it may be that of a file, and the name of a metric
 should not.
 """
+
+
+class TrainingError(Exception):
+    """Training that must not go on: names the sample, the step and the row, and what to change."""
+
+
+def predict_velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Tensor:
+    """Predict at some rows with the policy as it is, with gradient where that is on."""
+    forward = predict_checkpointed if inputs.checkpointed and torch.is_grad_enabled() else predict
+    return forward(policy.model, *inputs.model_arguments(part))
+
+
+def predict_velocities_of_copy(
+    policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: list[slice]
+) -> Tensor:
+    """Predict with a policy copy over some parts: one swap of the parameters for all of them."""
+    with policy.use_copy(copy), policy.keep_gathered():
+        return torch.cat([predict_velocity(policy, inputs, part) for part in slices])
+
+
+def predict_velocities_of_teachers(
+    policy: Policy,
+    teacher_rows: Mapping[str, Tensor],
+    inputs: ForwardInputs,
+    slices: list[slice],
+) -> Tensor:
+    """Predict each row with its own teacher: a teacher for its rows alone, in parts of the usual
+    size.
+    """
+    size = max(part.stop - part.start for part in slices)
+    velocities = []
+    for copy, rows in teacher_rows.items():
+        # Sharded processes communicate in every pass, so all of them take as many: one without rows
+        # left predicts its first again, and throws that away.
+        passes = all_reduce_max(math.ceil(len(rows) / size))
+        if not passes:
+            continue  # the same on every process
+        with policy.use_copy(copy), policy.keep_gathered():
+            for part in rows.tensor_split(passes):
+                if len(part):
+                    velocities.append(predict_velocity(policy, inputs, part))
+                else:
+                    predict_velocity(policy, inputs, slice(0, 1))
+    # From the order of teachers back to the order of rows.
+    order = torch.cat(list(teacher_rows.values())).argsort()
+    return torch.cat(velocities)[order]
+
+
+class RowCounts(NamedTuple):
+    """The rows of an update on all processes, and those whose gradient is measured by itself: the
+    first pass. Where a process has the whole gradient of its rows, that is its own first pass,
+    which costs no message; otherwise it is the first pass of all processes.
+
+    Example: two replicas with 4 and 2 rows in one pass each are ``RowCounts(6, 8, 3 / 8)`` on the
+    first of them: gradients are twice the share of the total, and (1/4 + 1/2) / 2 is 3/8.
+
+    Attributes:
+        total: rows of all passes of all processes, over which the loss is averaged.
+        measured: what the gradient of the first pass, times ``total``, has to be divided by to be
+            the mean over its rows.
+        inverse: the mean of one over the distinct rows of what is measured; 0 where that is all.
+    """
+
+    total: int
+    measured: float
+    inverse: float
+
+
+def count_rows(
+    policy: Policy, slices: Sequence[slice], num_repeats: int, device: torch.device
+) -> RowCounts:
+    """Count the rows of all processes, in one message.
+
+    Args:
+        slices: the rows of each pass of this process.
+        num_repeats: as of ``PolicyUpdater.update_policy``.
+    """
+    num_first = slices[0].stop - slices[0].start
+    values = [float(slices[-1].stop), float(num_first), 1 / num_first]
+    if Ranks.current().world > 1:
+        values = sum_over_processes(
+            torch.tensor(values, dtype=torch.float64, device=device)
+        ).tolist()
+    total, measured, inverse = values
+    num_parts = len(slices)
+    if policy.has_whole_gradients:
+        num_parts *= Ranks.current().world // num_repeats
+        measured = policy.gradient_factor * num_first
+        inverse /= Ranks.current().world
+    else:
+        # Processes that share the tokens of a row, or have the same rows, each count it.
+        inverse = policy.context_parallel * num_repeats / measured
+    return RowCounts(int(total), measured, inverse if num_parts > 1 else 0.0)
+
+
+def add_gradient(
+    policy: Policy,
+    loss: Tensor,
+    counts: RowCounts,
+    loss_scale: float,
+    *,
+    is_first: bool,
+    is_last: bool,
+) -> Tensor | None:
+    """Add the gradient of a pass to that of the passes before it; after the last one it is averaged
+    over the processes.
+
+    Args:
+        loss: of each row of the pass on this process, [m].
+        loss_scale: the factor that keeps gradients in float16 from underflow.
+
+    Returns:
+        The norm of the mean gradient of the rows that are measured (``RowCounts``); None for all
+        passes but the first, and where one pass is all.
+    """
+    is_measured = is_first and counts.inverse > 0
+    reduces = is_last or (is_measured and not policy.has_whole_gradients)
+    # Adapters' gradients are summed over processes in the last pass, not in every one.
+    policy.set_gradient_reduction(reduces)
+    # The mean over ALL rows, not the mean of the passes' means: passes and processes may have
+    # different numbers of rows, and a row must count the same in each.
+    (loss.sum() * (loss_scale * policy.gradient_factor / counts.total)).backward()
+    norm = None
+    if is_measured and policy.has_whole_gradients:
+        norm = compute_gradient_norm(policy, loss_scale)
+    if reduces:
+        policy.average_gradients()
+    if is_measured and norm is None:
+        norm = compute_gradient_norm(policy, loss_scale)
+    return None if norm is None else norm * counts.total / counts.measured
+
+
+def compute_gradient_norm(policy: Policy, scale: float = 1.0) -> Tensor:
+    """Compute the norm of gradients that are ``scale`` times too large."""
+    gradients = [p.grad for p in policy.parameters.values() if p.grad is not None]
+    if scale != 1:
+        gradients = list(torch._foreach_div(gradients, scale))
+    norm = torch.nn.utils.get_total_norm(gradients)
+    # Under FSDP2 this is a DTensor of partial norms; ``full_tensor`` adds them up over the ranks.
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @dataclass

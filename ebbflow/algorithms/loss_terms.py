@@ -1,9 +1,29 @@
-"""What the clipped policy gradients share.
+r"""The terms that losses share: the clipped policy gradient, and the penalty for leaving the base
+model.
+
+The clipped policy gradient, with eps the ``clip_range`` of the algorithm and A the advantage of the
+row:
 
     rho = exp(log_prob - old_log_prob)
     L   = max(-A rho, -A clip(rho, 1 - eps, 1 + eps))        (PPO, 1707.06347, equation 7)
 
-eps is the ``clip_range`` of the algorithm, A the advantage of the row.
+The penalty, which a stage chooses beside the algorithm (``reference``):
+
+    kl              mean((mu - mu_ref)^2) / (2 b^2)
+    kl_without_dt   mean((mu - mu_ref)^2) / (2 s^2)
+    velocity        mean((v - v_ref)^2)
+
+b is the true standard deviation of the step, dt included; s = b / sqrt|dt| is the scaling of
+Flow-GRPO's published code; v_ref is under classifier-free guidance, if the stage says so.
+
+Under cps, whose published std has no dt, ``kl_without_dt`` divides by 2 b^2, as ``kl`` does.
+
+Its weight k is the same for all rows, or ``adaptive`` (CRD, 2603.14128): 1e-4 + (k - 1e-4) p with p
+= A / (2 c) + 1/2 in [0, 1] and c = ``advantages.clip``.
+
+With ``reset_every`` or ``reset_above``, mu_ref and v_ref are those of a copy of the policy that is
+renewed from time to time. An algorithm that gates the penalty (GARDO, 2512.24138) multiplies it
+with a factor for each sample.
 """
 
 from __future__ import annotations
@@ -11,8 +31,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ebbflow.algorithms.base import RowMetrics, TrajectoryRows
+from ebbflow.algorithms.base import (
+    AnyRows,
+    RowMetrics,
+    TrajectoryRows,
+    compute_gaussian_kl,
+    mean_per_row,
+)
 from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, PublishedSetting
+from ebbflow.recipe.choices import ReferenceConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,3 +107,38 @@ def compute_ratio_metrics(rows: TrajectoryRows) -> RowMetrics:
         "ratio/deviation": (ratio - 1).abs(),
         "kl/old": 0.5 * difference**2,
     }
+
+
+ADAPTIVE_FLOOR = 1e-4
+"""Weight of the penalty of the worst rows, as published."""
+
+
+def compute_penalty(
+    config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor
+) -> Tensor:
+    """Compute the penalty of each row, [M], before its weight; ``reference`` is the velocity of
+    the reference at the same points, [M, ...].
+    """
+    if config.penalty == "velocity":
+        divergence = mean_per_row((velocity - reference) ** 2)
+    else:
+        # The recipe allows a KL for trajectories alone.
+        assert isinstance(rows, TrajectoryRows)
+        divergence = compute_gaussian_kl(rows.transition, rows.copies[config.copy_name].mean)
+        # b^2 = s^2 |dt|, so 1 / (2 s^2) = |dt| / (2 b^2). The b of cps has no dt to take out.
+        if config.penalty == "kl_without_dt" and rows.transition.sampler.std_has_dt:
+            divergence = divergence * rows.transition.dt.abs()
+    # A factor of 0 leaves the row free; the others make up for it, so that the mean is over them.
+    if isinstance(rows, TrajectoryRows) and rows.penalty_factor is not None:
+        return rows.penalty_factor * divergence
+    return divergence
+
+
+def compute_penalty_weight(config: ReferenceConfig, rows: AnyRows) -> Tensor:
+    """Compute the weight of each row's penalty, [M]."""
+    if not config.adaptive:
+        return rows.advantage.new_full(rows.advantage.shape, config.weight)
+    # 1e-4 + (k - 1e-4) p: the better a sample scores, the heavier its penalty, against hacked
+    # rewards.
+    preference = (rows.advantage / (2 * rows.advantage_clip) + 0.5).clamp(0, 1)
+    return ADAPTIVE_FLOOR + (config.weight - ADAPTIVE_FLOOR) * preference
