@@ -51,9 +51,18 @@ from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
 from ebbflow.training.checkpoint import collect_parts
-from ebbflow.training.distributed import Ranks, broadcast_object, gather_objects
+from ebbflow.training.distributed import Ranks
+from ebbflow.training.object_messages import (
+    SentObject,
+    broadcast_object,
+    gather_objects,
+    receive_object,
+    send_object,
+)
 from ebbflow.training.shared_prompts import encode_prompts_together
 
+SPANS_TAG = 1000
+"""Marks the messages with spans; ``SampleExchange`` numbers its own from 0 on."""
 MAX_SCORING_MINUTES = 20
 """Longest wait of a rank for the next of its own requests to be scored. The other ranks wait for it
 in a collective, which ends them after ``TIMEOUT_MINUTES`` without a word of what was slow.
@@ -63,14 +72,25 @@ in a collective, which ends them after ``TIMEOUT_MINUTES`` without a word of wha
 class ColocatedTrainingWorker(TrainingWorker):
     """A rank that trains on samples which lie on the ranks that generated them."""
 
+    def __init__(self, *arguments: Any, **keys: Any) -> None:
+        super().__init__(*arguments, **keys)
+        self._sent_spans = SentObject([])
+
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         return encode_prompts_together(self.updater.policy.model, prompts, self.encodes_negatives)
 
     def train(
         self, requests: Sequence[RolloutRequest], advantages: AdvantageResult, *rollouts: Any
     ) -> TrainingReport:
+        """As in one process; rank 0's report has the spans of all ranks, which it writes."""
         report = super().train(requests, advantages, *rollouts)
-        spans = [span for part in gather_objects(report.spans) for span in part]
+        # Sent instead of gathered: no rank but the first needs them, and none waits for another.
+        if self.rank:
+            self._sent_spans.wait_until_received()  # those of the step before
+            self._sent_spans = send_object(report.spans, 0, SPANS_TAG)
+            return report
+        others = [receive_object(rank, SPANS_TAG) for rank in range(1, Ranks.current().world)]
+        spans = [span for part in (report.spans, *others) for span in part]
         return replace(report, spans=spans)
 
     def join_step(self, rollouts: Sequence[RankValue]) -> tuple[Rollouts, SampleExchange | None]:

@@ -24,7 +24,8 @@ from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.rollouts.quantization import quantize_linears
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify_committed_folder
-from ebbflow.training.distributed import Ranks, gather_objects
+from ebbflow.training.distributed import Ranks
+from ebbflow.training.object_messages import gather_objects
 from ebbflow.training.policy import Policy
 
 PATHS = {

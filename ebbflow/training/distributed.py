@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -380,24 +379,6 @@ def broadcast_first(local_value: int) -> int:
     if dist.is_initialized():
         dist.broadcast(value, 0)
     return int(value)
-
-
-def broadcast_object(value: Any, sender: int) -> Any:
-    """Return the object that one rank has; all of them ask."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, sender)
-    return values[0]
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what each rank, of a group or of all, has, in their order; all of them ask."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
 
 
 def broadcast_first_of_node(local_value: int) -> int:

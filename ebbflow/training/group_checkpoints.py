@@ -20,12 +20,11 @@ from ebbflow.training.checkpoint import BestCheckpoint, Checkpoints, find_damage
 from ebbflow.training.distributed import (
     Ranks,
     broadcast_first,
-    broadcast_object,
     enter_phase,
-    gather_objects,
     receive_file,
     send_file,
 )
+from ebbflow.training.object_messages import broadcast_object, gather_objects
 
 
 class GroupCheckpoints(Checkpoints):

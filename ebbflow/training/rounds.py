@@ -9,7 +9,8 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from ebbflow.training.distributed import Ranks, broadcast_object
+from ebbflow.training.distributed import Ranks
+from ebbflow.training.object_messages import broadcast_object
 
 T = TypeVar("T")
 R = TypeVar("R")
