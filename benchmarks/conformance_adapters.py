@@ -35,8 +35,9 @@ from ebbflow.algorithms.built_in import awm
 from ebbflow.algorithms.correction import compute_correction, compute_diagnostics
 from ebbflow.algorithms.loss_terms import compute_penalty
 from ebbflow.algorithms.registry import BUILT_IN
-from ebbflow.flow.sampler import SolverHistory, Transition
-from ebbflow.flow.transition import (
+from ebbflow.flow.sampler import (
+    SolverHistory,
+    Transition,
     compute_log_prob,
     compute_transition,
     find_sampler,

@@ -34,8 +34,7 @@ from ebbflow.estimate.gpus import GPU_TYPES
 from ebbflow.estimate.hours import TERA, count_forward_operations
 from ebbflow.evaluation.image_statistics import compute_image_statistics
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise, generate_shared_noise
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.windows import Plan, Trajectory
 from ebbflow.models.base import Conditioning
 from ebbflow.models.sizes import measure_model
 from ebbflow.offline.shards import build_rollout_batch

@@ -22,9 +22,8 @@ from benchmarks.machine import describe_machine
 from benchmarks.tiny_models import build_tiny
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import compute_log_prob, compute_transition
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.sampler import compute_log_prob, compute_transition
+from ebbflow.flow.windows import Plan, Trajectory
 from ebbflow.models import Conditioning, Model, load_model
 from ebbflow.models.base import DTYPES, predict
 from ebbflow.recipe.choices import SamplerConfig

@@ -4,7 +4,7 @@ reference from the docstrings.
 The source folder is the repository, so that the links that work on a code host work here too. Three
 things are added: the pages of the reference, a page for each room; links to Python files of the
 library, which lead to the reference; and names such as
-`ebbflow.flow.transition.sample_next_latents` in backticks, which do the same. What cannot be
+`ebbflow.flow.sampler.sample_next_latents` in backticks, which do the same. What cannot be
 resolved fails the build.
 """
 

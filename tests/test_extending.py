@@ -25,7 +25,7 @@ from ebbflow.data.prompts import Prompt, PromptError, write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.transition import compute_transition
+from ebbflow.flow.sampler import compute_transition
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import encode_grey_images
 from ebbflow.models.prepare import copy_base_folder

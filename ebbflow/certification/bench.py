@@ -22,10 +22,8 @@ from ebbflow.certification.certificate import Measure
 from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.sampler import broadcast_rows
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import compute_transition
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.sampler import broadcast_rows, compute_transition
+from ebbflow.flow.windows import Plan, Trajectory
 from ebbflow.models import load_model
 from ebbflow.models.base import Conditioning, device_of, predict
 from ebbflow.recipe.choices import SamplerConfig

@@ -28,9 +28,8 @@ from ebbflow.certification.certificate import (
     find_largest,
     judge_line,
 )
-from ebbflow.flow.sampler import Transition
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import compute_log_prob, compute_transition
+from ebbflow.flow.sampler import Transition, compute_log_prob, compute_transition
+from ebbflow.flow.windows import Trajectory
 from ebbflow.models.base import Conditioning, device_of
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.step_comparison import LOG_PROB_ROUNDING, NOISE_MULTIPLE, predict_twice

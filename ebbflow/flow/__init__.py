@@ -11,12 +11,11 @@ Why
 How
     - ``noise``: every random number is a function of (seed, prompt id, sample, step, stream), so
       neither the batch nor the process that computes it matters.
-    - ``sampler``: what a sampler is; ``samplers``: a file for each (Flow-SDE, Dance-SDE, CPS and
-      the deterministic ones).
-    - ``transition``: mean, std and log-prob of one stochastic step; ``windows``: which steps are
-      stochastic and which are trained.
+    - ``sampler``: what a sampler is, and mean, std and log-prob of one stochastic step;
+      ``samplers``: a file for each (Flow-SDE, Dance-SDE, CPS and the deterministic ones).
+    - ``windows``: which steps are stochastic and which are trained, and what a rollout records at
+      the trained ones.
     - ``renoising``: noises a latent again that is part noise already.
-    - ``trajectory``: what a rollout records at the trained steps.
 
 Gotchas
     - sigma runs from 1 (noise) to 0 (image); the velocity is eps - x0.

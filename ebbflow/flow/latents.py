@@ -12,8 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ebbflow.seeding import derive_seed
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -76,18 +74,23 @@ class NamedLatents(tuple[int, ...]):
             start = slices[name].stop
         return slices
 
+    def average_parts(self, values: Tensor) -> Tensor:
+        """Average over the elements of each latent, [N, D] to [N, K]."""
+        import torch
 
-def average_elements(values: Tensor, shape: Shape) -> Tensor:
-    """Average over the elements of each sample, [N, ...] to [N]; of several latents over those of
-    each latent, [N, K].
-    """
-    import torch
+        # Contiguous, so that the sum has the order that it has for a latent that lies alone.
+        means = [values[:, part].contiguous().mean(1) for part in self.slice_parts().values()]
+        return torch.stack(means, 1)
 
-    if not isinstance(shape, NamedLatents):
-        return values.flatten(1).mean(1)
-    # Contiguous, so that the sum has the order that it has for a latent that lies alone.
-    means = [values[:, part].contiguous().mean(1) for part in shape.slice_parts().values()]
-    return torch.stack(means, 1)
+    def derive_noise_seeds(self, seed: int) -> list[tuple[slice, int]]:
+        """Derive the seed of the noise of each latent, with its elements in the row."""
+        # Not at the top of the file: reading a recipe imports it, and must not load NumPy.
+        from ebbflow.seeding import derive_seed
+
+        (_, first), *others = self.slice_parts().items()
+        # By name and not by position: another latent in the middle changes the noise of none.
+        seeds = [(part, derive_seed(seed, "latent", name)) for name, part in others]
+        return [(first, seed), *seeds]
 
 
 def join_averages(means: Tensor, shape: Shape) -> Tensor:
@@ -98,19 +101,6 @@ def join_averages(means: Tensor, shape: Shape) -> Tensor:
         return means
     sizes = [math.prod(part) for part in shape.parts.values()]
     return (means * means.new_tensor(sizes)).sum(-1) / sum(sizes)
-
-
-def derive_noise_seeds(shape: Shape, seed: int) -> list[tuple[slice, int]]:
-    """Derive the seed of the noise of each latent of a sample, with its elements in the row.
-
-    A sample of one latent has its seed for everything.
-    """
-    if not isinstance(shape, NamedLatents):
-        return [(slice(None), seed)]
-    # By name and not by position: another latent in the middle changes the noise of none.
-    slices = list(shape.slice_parts().items())
-    (_, first), *others = slices
-    return [(first, seed), *((part, derive_seed(seed, "latent", name)) for name, part in others)]
 
 
 def get_picture_shape(shape: Shape) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ebbflow.flow.latents import derive_noise_seeds
+from ebbflow.flow.latents import NamedLatents
 from ebbflow.seeding import Stream, iterate_generators
 
 # The step index of x_T; the noise injected at denoising step i has the index i + 1.
@@ -102,7 +102,10 @@ def generate_noise(
     # numpy on the CPU, whatever the device: torch's generators give other numbers on a GPU, and
     # other ones for another shape of the batch.
     noise = np.empty((len(prompt_ids), *shape), dtype=np.float32)
-    for part, part_seed in derive_noise_seeds(shape, seed):
+    parts = [(slice(None), seed)]
+    if isinstance(shape, NamedLatents):
+        parts = shape.derive_noise_seeds(seed)
+    for part, part_seed in parts:
         generators = iterate_generators(part_seed, prompt_ids, samples, step, stream)
         for row, generator in zip(noise, generators, strict=True):
             generator.standard_normal(dtype=np.float32, out=row[part])

@@ -1,4 +1,4 @@
-r"""What a sampler is: its steps, and the facts that a recipe is checked against.
+r"""One denoising step, for every sampler: the same functions sample it and score it.
 
 With the rectified-flow convention x_sigma = (1 - sigma) x0 + sigma eps and the predicted velocity v
 = eps - x0, every single-step sampler moves from sigma to sigma' < sigma by
@@ -8,15 +8,19 @@ With the rectified-flow convention x_sigma = (1 - sigma) x0 + sigma eps and the 
     x'     = mu + b z,      z ~ N(0, I),   dt = sigma' - sigma < 0
 
 and chooses a and b. ``ebbflow/flow/samplers`` has one file for each sampler that a recipe can name;
-a user's own is named by its path and is an object of the same class.
+a user's own is named by its path and is an object of the same class. ``compute_transition`` gives
+mu and b, ``sample_next_latents`` x', and ``compute_log_prob`` how probable x' is.
 
 Nothing here imports torch at the top, because reading a recipe looks the samplers up.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from ebbflow.flow.latents import NamedLatents, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,15 +128,19 @@ class Sampler:
         sigmas: Tensor,
         step: int,
         history: SolverHistory | None,
-    ) -> tuple[Tensor, SolverHistory]:
-        """Take a step without noise: (the latents at sigmas[step + 1], what the next step needs).
+    ) -> tuple[Tensor, SolverHistory | None]:
+        """Take a step without noise: (the latents at sigmas[step + 1], what a multistep solver
+        needs at the next step).
 
         Args:
             history: what the step before returned; None where the solver starts.
         """
-        # With eta = 0 single-step samplers are Euler steps: a = sigma' and b = 0.
-        mean = self.step(latents, velocity, sigmas, step, eta=0.0).mean
-        return mean, remember_step(latents, velocity, sigmas[step], history)
+        # A deterministic sampler of a user's own has its own step.
+        if self.eta is None:
+            return self.step(latents, velocity, sigmas, step, eta=0.0).mean, None
+        # A stochastic one takes Euler's: an SDE with s = 0 has a = sigma' and b = 0.
+        no_noise = sigmas[step].new_zeros(())
+        return self.sde_transition(latents, velocity, sigmas, step, no_noise).mean, None
 
     def sde_transition(
         self, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, scale: Tensor
@@ -152,14 +160,84 @@ class Sampler:
         return Transition(self, mean, scale * dt.abs().sqrt(), scale, dt)
 
 
-def remember_step(
-    latents: Tensor, velocity: Tensor, sigma: Tensor, history: SolverHistory | None
-) -> SolverHistory:
-    """Return what a solver that takes over after this single step needs: MixGRPO's code, too,
-    begins its tail with the last stochastic step as history.
+def find_sampler(name: str) -> Sampler:
+    """Return the sampler that a recipe names: one of ``ebbflow/flow/samplers`` by the name of its
+    file, or a user's own by its path.
+
+    Raises:
+        RecipeError: nothing can be imported from the path.
     """
-    clean = latents - sigma * velocity
-    return SolverHistory(latents, clean, history.clean if history else None)
+    # Not at the top of the file: a recipe imports it, by way of the samplers' own files.
+    from ebbflow.recipe.plugins import import_object
+    from ebbflow.recipe.samplers import SAMPLERS
+
+    sampler = SAMPLERS[name] if name in SAMPLERS else import_object(name)
+    return cast(Sampler, sampler)  # the recipe has rejected everything else
+
+
+def compute_transition(
+    sampler: str,
+    latents: Tensor,
+    velocity: Tensor,
+    sigmas: Tensor,
+    step: int | Tensor,
+    eta: float | None = None,
+) -> Transition:
+    """Compute the transition of ``latents`` at denoising step ``step``.
+
+    Everything is computed in float32 at least: bf16 latents alone move the first ratio off 1.
+
+    Args:
+        sampler: its name, or the path of a user's own; a single-step one.
+        latents: x at sigma = sigmas[step], [N, ...].
+        velocity: the predicted v there, [N, ...].
+        sigmas: the descending schedule, [steps + 1], ending in 0.
+        step: one step for all rows, or an integer tensor [N] with a step for each.
+        eta: noise level; None takes the sampler's published default.
+    """
+    chosen = find_sampler(sampler)
+    # Here and not in each sampler, so that a user's own is in float32, too.
+    latents = at_least_float32(latents)
+    velocity = at_least_float32(velocity)
+    if eta is None:
+        eta = chosen.eta or 0.0
+    return chosen.step(latents, velocity, sigmas.to(latents), step, eta)
+
+
+def sample_next_latents(transition: Transition, noise: Tensor) -> Tensor:
+    """Compute x' = mu + b z for the given z, [N, ...]."""
+    return transition.mean + broadcast_rows(transition.std, transition.mean) * noise
+
+
+def compute_log_prob(transition: Transition, next_latents: Tensor, shape: Shape = ()) -> Tensor:
+    """Compute the log-probability of x', [N]: the MEAN over the D elements of a sample, as in all
+    published code; of a sample of K latents, [N, K], the mean over the elements of each.
+
+    The mean (not the sum) is why clip ranges are 1e-3 ... 1e-6; multiply by D for the log-density.
+    Where the sampler's log-prob is no density, it is -mean((x' - mu)^2), without 1/(2 b^2) and the
+    normaliser.
+
+    Args:
+        shape: of a sample, ``Model.latent_shape``. Left out, a sample is one latent.
+
+    Raises:
+        ValueError: the step is deterministic (b = 0) and has no density; not on a GPU.
+    """
+    # Dividing by b = 0 would give NaN, which training would only notice in the loss. A GPU is not
+    # asked, as each denoising step would wait for it; there the update names the row.
+    if transition.std.device.type == "cpu" and not bool((transition.std > 0).all()):
+        raise ValueError(
+            f"a deterministic step of the {transition.sampler.name} sampler has no log-probability;"
+            " score stochastic ones"
+        )
+    values = -((next_latents - transition.mean) ** 2)  # [N, ...]; CPS publishes their mean
+    if transition.sampler.log_prob_is_density:
+        # log N(x'; mu, b^2), elementwise: -(x' - mu)^2 / (2 b^2) - log b - log(2 pi) / 2.
+        std = broadcast_rows(transition.std, transition.mean)
+        values = values / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+    if isinstance(shape, NamedLatents):
+        return shape.average_parts(values)
+    return values.flatten(1).mean(1)
 
 
 def steps_to_zero(sigmas: Tensor, step: int) -> bool:

@@ -1,5 +1,5 @@
-"""The denoising steps that are stochastic and those that are trained: one plan per optimisation
-step, shared by every sample and rank.
+"""The denoising steps that are stochastic and those that are trained, and what a rollout records of
+these: one plan per optimisation step, shared by every sample and rank.
 
 A window per sample collapses training (a published pitfall), so nothing here takes a sample.
 """
@@ -45,6 +45,70 @@ class Plan:
     trained: tuple[int, ...]
     tail: float | None = None
     with_means: bool = False
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The trained steps of a rollout, all of them stochastic; everything in fp32.
+
+    Example:
+        4 samples of Stable Diffusion 3 at 512 x 512 in 10 steps, of which 2, 3 and 4 are trained:
+        ``sigmas`` [11], ``steps`` = [2, 3, 4], ``states`` [4, 4, 16, 64, 64], those before step 2
+        and after each step, ``log_probs`` [4, 3]. Of the steps [2, 4] there would be as many
+        states, before and after each.
+
+    Attributes:
+        sigmas: the whole schedule as it was used (a plan's tail shortens its end), [steps + 1].
+        steps: integer [W], the trained denoising steps, ascending.
+        states: [N, K, ...], the latents before and after the trained steps, each once: W + 1 where
+            the steps are neighbours (``count_states``).
+        log_probs: [N, W], under the policy that generated it; of samples of K latents [N, W, K].
+        means: [N, W, ...], mu of the step under the policy that generated it, where the plan
+            records means.
+        weight: [N, W], of each step in the loss, and ``keep``, bool [N, W], whether it is trained:
+            set by the rollout correction (``ebbflow.training.rollout_correction``), which may also
+            put ``means`` and ``log_probs`` under the policy that trains. None, as recorded: every
+            step counts the same.
+    """
+
+    sigmas: Tensor
+    steps: Tensor
+    states: Tensor
+    log_probs: Tensor
+    means: Tensor | None = None
+    weight: Tensor | None = None
+    keep: Tensor | None = None
+
+    @property
+    def latents(self) -> Tensor:
+        """The latents before each trained step, [N, W, ...]: a copy, where ``states`` are not."""
+        return self.states[:, self.find_states()]
+
+    @property
+    def next_latents(self) -> Tensor:
+        """The latents after each trained step, [N, W, ...]: a copy."""
+        return self.states[:, self.find_states() + 1]
+
+    def find_states(self) -> Tensor:
+        """Find the state before each trained step, integer [W]; the next one is that after it."""
+        # Each step adds the state after it, and also the state before it where that is not the one
+        # after another trained step.
+        follows = self.steps.diff(prepend=self.steps[:1]) == 1
+        return (2 - follows.long()).cumsum(0) - 2
+
+    def list_columns(self) -> dict[str, Tensor]:
+        """List the tensors by name: what is stored, sent and moved to another device."""
+        return {name: values for name, values in vars(self).items() if values is not None}
+
+    def select_samples(self, samples: Tensor) -> Trajectory:
+        """Select some of the samples, integer [S]."""
+        # ``sigmas`` and ``steps`` are those of all samples.
+        return replace(
+            self,
+            states=self.states[samples],
+            log_probs=self.log_probs[samples],
+            means=None if self.means is None else self.means[samples],
+        )
 
 
 def plan_window(stage: StageConfig, seed: int, optimisation_step: int) -> Plan | None:

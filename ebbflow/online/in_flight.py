@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ebbflow.evaluation.image_statistics import compute_image_statistics
-from ebbflow.flow.trajectory import Trajectory
+from ebbflow.flow.windows import Trajectory
 from ebbflow.online.messages import RolloutReport, RolloutRequest, ScoredRollouts
 from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
 from ebbflow.rewards.combine import ScoreTable

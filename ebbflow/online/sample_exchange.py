@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ebbflow.flow.trajectory import Trajectory
+from ebbflow.flow.windows import Trajectory
 from ebbflow.rollouts.generate import Rollouts, join_rollouts
 from ebbflow.training.distributed import Ranks
 

@@ -17,15 +17,15 @@ from torch import Tensor
 from ebbflow.data.sounds import Sounds
 from ebbflow.flow.host_values import copy_ahead, expand_sigma, read_on_host, to_device
 from ebbflow.flow.noise import INITIAL, SampleKeys, generate_shared_noise
-from ebbflow.flow.sampler import Sampler, SolverHistory, remember_step
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import (
+from ebbflow.flow.sampler import (
+    Sampler,
+    SolverHistory,
     compute_log_prob,
     compute_transition,
     find_sampler,
     sample_next_latents,
 )
-from ebbflow.flow.windows import Plan, count_samples_per_prediction, shorten_schedule
+from ebbflow.flow.windows import Plan, Trajectory, count_samples_per_prediction, shorten_schedule
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import Precision
@@ -35,8 +35,6 @@ from ebbflow.recipe.samplers import STOCHASTIC_SAMPLERS
 from ebbflow.rollouts.feature_cache import cache_features
 from ebbflow.training.rollout_forward import RolloutVelocities
 
-EULER = "ode"
-"""Takes the steps that a plan leaves without noise, and the last one."""
 TAIL_SOLVER = "dpm_solver"
 """Takes the fewer steps after the window of a plan with a tail, as in MixGRPO-Flash."""
 
@@ -242,8 +240,10 @@ def _denoise_micro_batch(
             recorder.add_step(step, latents, next_latents, log_prob, transition.mean)
             if with_graph:
                 velocities.append(velocity)
-        # A multistep solver that takes the steps after the window needs the ones before.
-        history = remember_step(latents, velocity, sigmas[step], history)
+        # A multistep solver that takes the steps after the window begins with this step as history,
+        # as in MixGRPO's code.
+        if steps.solvers[step + 1].multistep:
+            history = SolverHistory(latents, latents - sigmas[step] * velocity)
         latents = next_latents
 
     if not trained:
@@ -322,8 +322,7 @@ def _choose_solvers(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -
         return DenoisingSteps(sigmas, [chosen] * sampler.steps, frozenset())
     # Without the last step, whose noise would stay in the image.
     stochastic = frozenset(plan.stochastic if plan else range(sampler.steps - 1))
-    euler = find_sampler(EULER)
-    solvers = [chosen if step in stochastic else euler for step in range(sampler.steps)]
+    solvers = [chosen] * sampler.steps
     # The steps after the last stochastic one are taken by a faster solver, on fewer sigmas. All the
     # steps before keep their index and their sigma.
     if plan is not None and plan.tail is not None:

@@ -27,8 +27,7 @@ from __future__ import annotations
 import torch
 
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.windows import Plan, Trajectory
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.choices import ParityConfig, SamplerConfig
 from ebbflow.recipe.model import Precision
@@ -172,7 +171,7 @@ def _require_parity(
             f" training policy's by {errors[sample, column].item():.2e}"
             f" ({_name_place(keys, sample, steps[column])}), {extent}, and the difference of the"
             f" steps explains {error_limits[sample, column].item():.2e}. Compute them in float32,"
-            " as a mean over the latent's elements (ebbflow.flow.transition.compute_log_prob); or"
+            " as a mean over the latent's elements (ebbflow.flow.sampler.compute_log_prob); or"
             " set engine: diffusers"
         )
 

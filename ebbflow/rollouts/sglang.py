@@ -29,9 +29,8 @@ from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import find_sampler
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.sampler import find_sampler
+from ebbflow.flow.windows import Plan, Trajectory
 from ebbflow.models.base import DTYPES, Conditioning
 from ebbflow.models.families import load_adapter
 from ebbflow.models.packed import unpack_tokens

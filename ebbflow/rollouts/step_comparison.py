@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ebbflow.flow.latents import Shape, join_averages
-from ebbflow.flow.sampler import Transition, broadcast_rows
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import compute_log_prob, compute_transition
+from ebbflow.flow.sampler import Transition, broadcast_rows, compute_log_prob, compute_transition
+from ebbflow.flow.windows import Trajectory
 from ebbflow.models.base import DTYPES, Conditioning, predict, predict_in_float32
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import Precision

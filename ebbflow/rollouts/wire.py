@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.windows import Plan, Trajectory
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import Rollouts

@@ -20,10 +20,9 @@ from torch import Tensor
 from ebbflow.algorithms.base import AnyRows, CopyName, ForwardRows, TrajectoryRows, expand_like
 from ebbflow.flow.host_values import derive, to_device
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.sampler import Transition
+from ebbflow.flow.sampler import Transition, compute_log_prob, compute_transition
 from ebbflow.flow.training_sigmas import sample_training_sigmas
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import compute_log_prob, compute_transition
+from ebbflow.flow.windows import Trajectory
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.choices import SamplerConfig

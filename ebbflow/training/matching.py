@@ -19,8 +19,8 @@ from ebbflow.algorithms.base import CopyName, MatchingRows, RowMetrics, expand_l
 from ebbflow.flow.host_values import expand_sigma, read_on_host, to_device
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise, generate_noise
 from ebbflow.flow.renoising import compute_score_target, renoise_latents
+from ebbflow.flow.sampler import compute_transition, sample_next_latents
 from ebbflow.flow.training_sigmas import move_sigma, sample_training_sigmas
-from ebbflow.flow.transition import compute_transition, sample_next_latents
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.algorithms import MatchingConfig, SigmaConfig
 from ebbflow.recipe.choices import SamplerConfig

@@ -19,7 +19,7 @@ from ebbflow.algorithms.base import CopyName, GradientRows
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.host_values import derive, expand_sigma, to_device
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise
-from ebbflow.flow.transition import compute_transition
+from ebbflow.flow.sampler import compute_transition
 from ebbflow.models.base import Conditioning, Model, predict, predict_checkpointed
 from ebbflow.training.batches import ForwardInputs, split_into_passes
 

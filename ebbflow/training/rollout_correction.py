@@ -19,8 +19,8 @@ from ebbflow.algorithms.correction import (
 )
 from ebbflow.flow.latents import join_averages
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import compute_log_prob
+from ebbflow.flow.sampler import compute_log_prob
+from ebbflow.flow.windows import Trajectory
 from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.passes import split_into_equal_passes
 from ebbflow.recipe.stages import OnlineStageConfig

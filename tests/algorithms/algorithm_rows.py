@@ -13,8 +13,8 @@ from ebbflow.algorithms.base import (
     MatchingRows,
     TrajectoryRows,
 )
-from ebbflow.flow.sampler import Transition
-from ebbflow.flow.transition import (
+from ebbflow.flow.sampler import (
+    Transition,
     compute_log_prob,
     compute_transition,
     find_sampler,

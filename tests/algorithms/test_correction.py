@@ -12,9 +12,8 @@ from ebbflow.algorithms.correction import (
     compute_correction_metrics,
     compute_diagnostics,
 )
-from ebbflow.flow.sampler import Transition
+from ebbflow.flow.sampler import Transition, compute_log_prob, sample_next_latents
 from ebbflow.flow.samplers.flow_sde import SAMPLER as FLOW_SDE
-from ebbflow.flow.transition import compute_log_prob, sample_next_latents
 from ebbflow.recipe.choices import CorrectionConfig
 
 DELTA = tensor([[0.001, -0.002, 0.003], [-0.004, 0.0, 0.0005]], dtype=torch.float64)

@@ -18,7 +18,7 @@ from ebbflow.algorithms.built_in.flow_grpo import (
 )
 from ebbflow.algorithms.loss_terms import compute_dead_share
 from ebbflow.algorithms.registry import find_algorithm
-from ebbflow.flow.transition import compute_log_prob, sample_next_latents
+from ebbflow.flow.sampler import compute_log_prob, sample_next_latents
 from ebbflow.recipe.choices import AdvantagesConfig
 
 FAMILY = [FlowGRPOConfig, FlowGRPOFastConfig, MixGRPOConfig, DanceGRPOConfig]

@@ -20,7 +20,7 @@ from algorithm_rows import (
 )
 
 from ebbflow.algorithms.loss_terms import compute_penalty, compute_penalty_weight
-from ebbflow.flow.transition import find_sampler
+from ebbflow.flow.sampler import find_sampler
 from ebbflow.recipe.choices import ReferenceConfig
 
 KL, WITHOUT_DT, VELOCITY = (

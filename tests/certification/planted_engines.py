@@ -10,8 +10,8 @@ import torch
 
 from ebbflow.certification.adapter import Generated, NotSupportedError, WeightsVersionError
 from ebbflow.flow.noise import generate_initial_noise
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import compute_log_prob, compute_transition
+from ebbflow.flow.sampler import compute_log_prob, compute_transition
+from ebbflow.flow.windows import Trajectory
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.rollouts.generate import Rollouts

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from solver_cases import DATA_MEAN, DATA_STD, affine_velocity, bent_velocity, schedule
 
-from ebbflow.flow.sampler import SolverHistory
+from ebbflow.flow.sampler import SolverHistory, compute_transition
 from ebbflow.flow.samplers.dpm_solver import SAMPLER as DPM_SOLVER
-from ebbflow.flow.transition import compute_transition
 from ebbflow.flow.windows import shorten_schedule
 
 

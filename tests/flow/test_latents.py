@@ -9,7 +9,7 @@ import torch
 
 from ebbflow.flow.latents import NamedLatents, get_picture_shape
 from ebbflow.flow.noise import SampleKeys, generate_noise, generate_shared_noise
-from ebbflow.flow.transition import compute_log_prob, compute_transition, sample_next_latents
+from ebbflow.flow.sampler import compute_log_prob, compute_transition, sample_next_latents
 from ebbflow.seeding import derive_seed
 
 VIDEO = (4, 2, 3, 3)

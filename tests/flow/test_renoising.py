@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ebbflow.flow.renoising import compute_score_target, renoise_latents
-from ebbflow.flow.transition import compute_transition, sample_next_latents
+from ebbflow.flow.sampler import compute_transition, sample_next_latents
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.55, 0.2, 0.0], dtype=torch.float64)
 

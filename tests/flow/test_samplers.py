@@ -6,8 +6,7 @@ import textwrap
 
 import pytest
 
-from ebbflow.flow.sampler import Sampler
-from ebbflow.flow.transition import find_sampler
+from ebbflow.flow.sampler import Sampler, find_sampler
 from ebbflow.recipe.samplers import SAMPLERS, STOCHASTIC_SAMPLERS
 
 HALF = """
@@ -41,7 +40,7 @@ USE = """
 
     import torch
 
-    from ebbflow.flow.transition import compute_log_prob, compute_transition
+    from ebbflow.flow.sampler import compute_log_prob, compute_transition
 
     sigmas = torch.tensor([1.0, 0.5, 0.0])
     latents = torch.ones(2, 3)

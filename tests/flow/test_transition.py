@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from ebbflow.flow.transition import (
+from ebbflow.flow.sampler import (
     compute_log_prob,
     compute_transition,
     find_sampler,

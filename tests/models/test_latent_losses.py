@@ -9,7 +9,7 @@ import torch
 from pipeline_cases import prompts
 
 from ebbflow.algorithms.built_in import diffusion_nft
-from ebbflow.flow.latents import NamedLatents, average_elements, join_averages
+from ebbflow.flow.latents import NamedLatents, join_averages
 from ebbflow.models import predict
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.recipe import Recipe
@@ -59,10 +59,9 @@ def loss_of(updater, batch):
 
 def test_elements_are_averaged_within_each_latent():
     values = torch.arange(68.0).view(2, 34)
-    means = average_elements(values, SHAPE)
+    means = SHAPE.average_parts(values)
     assert means.tolist() == [[14.5, 31.5], [48.5, 65.5]]
     assert torch.equal(join_averages(means, SHAPE), values.mean(1))
-    assert torch.equal(average_elements(values, (34,)), values.mean(1))
 
 
 @pytest.mark.parametrize("weights", [{}, {"sound": 3.0}, {"video": 0.0}])

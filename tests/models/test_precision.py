@@ -20,7 +20,7 @@ from pipeline_cases import (
     prompts,
 )
 
-from ebbflow.flow.transition import compute_log_prob, compute_transition
+from ebbflow.flow.sampler import compute_log_prob, compute_transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import DTYPES, predict, predict_in_float32
 from ebbflow.recipe.choices import SamplerConfig

@@ -13,9 +13,13 @@ import pytest
 import torch
 
 from ebbflow.flow.noise import SampleKeys, generate_noise, generate_shared_noise
-from ebbflow.flow.sampler import SolverHistory
+from ebbflow.flow.sampler import (
+    SolverHistory,
+    compute_log_prob,
+    compute_transition,
+    sample_next_latents,
+)
 from ebbflow.flow.samplers.dpm_solver import SAMPLER as DPM_SOLVER
-from ebbflow.flow.transition import compute_log_prob, compute_transition, sample_next_latents
 from ebbflow.flow.windows import Plan, count_states, shorten_schedule
 from ebbflow.models import Conditioning
 from ebbflow.recipe.choices import SamplerConfig

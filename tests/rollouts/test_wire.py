@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.windows import Plan, Trajectory
 from ebbflow.models import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import Rollouts

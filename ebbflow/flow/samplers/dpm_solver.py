@@ -16,13 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ebbflow.flow.sampler import (
-    Sampler,
-    SolverHistory,
-    at_least_float32,
-    remember_step,
-    steps_to_zero,
-)
+from ebbflow.flow.sampler import Sampler, SolverHistory, at_least_float32, steps_to_zero
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,19 +49,19 @@ class DPMSolver(Sampler):
         latents = at_least_float32(latents)
         velocity = at_least_float32(velocity)
         sigmas = sigmas.to(latents)
-        remembered = remember_step(latents, velocity, sigmas[step], history)
-        target = remembered.clean
+        clean = latents - sigmas[step] * velocity
+        target = clean
         if history is not None and not steps_to_zero(sigmas, step):
             # D = x0_hat + h / (2 h_before) (x0_hat - x0_before). After a step from sigma = 1
             # h_before is infinite, the factor 0, and the step of first order by itself.
             lambdas = ((1 - sigmas) / sigmas).log()
             before, now, after = lambdas[step - 1 : step + 2]
             slope = (after - now) / (2 * (now - before))
-            target = remembered.clean + slope * (remembered.clean - history.clean)
+            target = clean + slope * (clean - history.clean)
         # x' = (sigma' / sigma) x + (1 - sigma' / sigma) D: without logarithms, so that sigma' = 0
         # is no special case.
         ratio = sigmas[step + 1] / sigmas[step]
-        return ratio * latents + (1 - ratio) * target, remembered
+        return ratio * latents + (1 - ratio) * target, SolverHistory(latents, clean)
 
 
 SAMPLER = DPMSolver()

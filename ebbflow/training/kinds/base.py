@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ebbflow.algorithms.base import Algorithm, AnyRows
     from ebbflow.data.prompts import Prompt
     from ebbflow.flow.noise import SampleKeys
-    from ebbflow.flow.trajectory import Trajectory
+    from ebbflow.flow.windows import Trajectory
     from ebbflow.models.base import Conditioning
     from ebbflow.rewards.combine import Scorer
     from ebbflow.training.batches import RowBatch, SampleGroups

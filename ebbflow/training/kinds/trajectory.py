@@ -127,7 +127,7 @@ class TrajectoryKind(TrainableKind):
         import torch
 
         from ebbflow.algorithms.base import TrajectoryRows
-        from ebbflow.flow.transition import (
+        from ebbflow.flow.sampler import (
             compute_log_prob,
             compute_transition,
             sample_next_latents,
