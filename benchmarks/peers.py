@@ -28,7 +28,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -80,11 +80,12 @@ NOTES = (
     " the same rank and batches of the same size; the functions are those of the library's training"
     " script, and the docstring of `benchmarks/peers.py` says what is left out. flow_grpo trains 9"
     " of 10 steps with guidance and no KL; our best settings for it reuse the rollout's forward"
-    " passes and compile the blocks. DiffusionNFT has 9 noise levels and a reference; our best"
-    " settings for it compile the blocks. What is left there is mostly forward and backward"
-    " passes. Both sides go back through the negative prompts' half of a pass, though flow_grpo"
-    " detaches it and its gradient is zero there; the network of two blocks and 512 channels is"
-    " nearly all matrix products, which compiling does not make faster."
+    " passes, take no gradient through the negative prompts (`negative_gradient: false`) and"
+    " compile the blocks. flow_grpo detaches the negative prompts' half of a pass too, and computes"
+    " its backward pass, in which the gradient is zero; with our defaults it is not zero."
+    " DiffusionNFT has 9 noise levels and a reference; our best settings for it compile the blocks."
+    " What is left there is mostly forward and backward passes; the network of two blocks and 512"
+    " channels is nearly all matrix products, which compiling does not make faster."
 )
 
 
@@ -454,8 +455,8 @@ class OurSide:
 
 
 def build_our_flow_grpo_step(size: PeerSize, prompts: Conditioning, best: bool) -> Call:
-    """Build a step of Flow-GRPO in our loop; the best settings reuse the rollout's forward passes
-    and compile the blocks.
+    """Build a step of Flow-GRPO in our loop; the best settings reuse the rollout's forward passes,
+    take no gradient through the negative prompts, as the peer takes none, and compile the blocks.
     """
     stage = OnlineStageConfig.model_validate(
         {
@@ -468,6 +469,7 @@ def build_our_flow_grpo_step(size: PeerSize, prompts: Conditioning, best: bool) 
     )
     side = OurSide(stage, size, prompts, compiled=best)
     trained = tuple(range(TRAINED))
+    prompts = replace(prompts, negative_gradient=not best)
 
     def take_step() -> None:
         side.updater.start_rollout()

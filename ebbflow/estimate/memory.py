@@ -20,19 +20,18 @@ activations    n s h L 34 b / 2 (2205.05198, without the scores that flash atten
                times 1.5: modulation and gates, which that transformer lacks; not under a LoRA in
                16 bits, where frozen layers keep no inputs. With ``gradient_checkpointing``
                n s h (L b + 34 1.5 b / 2); with ``gradient_checkpointing_every`` some blocks keep
-               theirs. Twice with classifier-free
-               guidance in training; a share of it where processes share the tokens. Without
-               gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the
-               feed-forward layer before and after its nonlinearity; or the VAE while it decodes, if
-               that is more. Where adapters are merged to generate
-               (``Policy.merged_weight_bytes``), 4 bytes for each element of the weights that they
-               adapt. With ``rollout_cache`` n s h b for each output that it keeps: 2 or 3, and of
-               ``taylor_seer`` order + 1 for each attention layer. On the gradient of the reward
-               also the VAE while it decodes with gradient, and of the network of each reward
+               theirs. Twice with classifier-free guidance in training, or with
+               ``negative_gradient: false`` once, beside a pass without gradients; a share of it
+               where processes share the tokens. Without gradients n s h 10 b: a token's residual,
+               its modulated copy, and the 4 h of the feed-forward layer before and after its
+               nonlinearity; or the VAE while it decodes, if that is more. Where adapters are merged
+               to generate (``Policy.merged_weight_bytes``), 4 bytes for each element of the weights
+               that they adapt. With ``rollout_cache`` n s h b for each output that it keeps: 2 or
+               3, and of ``taylor_seer`` order + 1 for each attention layer. On the gradient of the
+               reward also the VAE while it decodes with gradient, and of the network of each reward
                n s h L 34 b / 2 for the image; of several steps with gradient, which are repeated,
                the larger of the two. With ``reuse_rollout_forward`` what is kept for all trained
-               steps of all samples of a step at once, and where full weights are cast to 16 bits,
-               2 P for each of the forward passes
+               steps of all samples at once, and where full weights are cast to 16 bits, 2 P a pass
 samples        4 D for each latent of the rows of an update, of a few-step student two latents for
                each step; the encoded prompts of a step, and those of a pass once more. Trajectories
                wait in main memory (``ebbflow.estimate.main_memory``)
@@ -67,6 +66,7 @@ from ebbflow.data.model_sizes import (
 from ebbflow.estimate.activations import activation_bytes, block_bytes, inference_bytes
 from ebbflow.estimate.work import (
     count_passes_per_term,
+    count_passes_with_gradient,
     count_rows_per_sample,
     count_selected_samples,
     list_compared_copies,
@@ -461,6 +461,10 @@ class ProcessMemory:
         at_once = ctx.online_config.pass_size if is_online else ctx.config.micro_batch
         rows = max(at_once, count_selected_samples(ctx)[1])
         network = rows * self._saved_activation_bytes(ctx)
+        if count_passes_with_gradient(ctx, self.sample) < count_passes_per_term(ctx, self.sample):
+            # The negative prompts' pass comes last, beside what the prompts' pass has kept.
+            precision = self.recipe.model.precision
+            network += rows * inference_bytes(self.sizes.width, self.sample.tokens, precision)
         if not kind.needs_reward_gradient or all(
             reward.scores == "latents" for reward in select_trained(ctx.branch_recipe.rewards)
         ):
@@ -489,7 +493,7 @@ class ProcessMemory:
         saved = activation_bytes(self.sizes, tokens, model.precision, checkpointing, every, adapted)
         if checkpointing and not recomputing:
             saved -= block_bytes(self.sizes.width, tokens, model.precision, adapted)
-        return saved * count_passes_per_term(ctx, self.sample)
+        return saved * count_passes_with_gradient(ctx, self.sample)
 
 
 def _reward_weight_bytes(rewards: Iterable[RewardConfig]) -> int:

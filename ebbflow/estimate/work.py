@@ -36,7 +36,7 @@ class Work:
         denoising: evaluations of the network to generate them, of one sample each.
         training: evaluations with a gradient, forward and backward.
         comparing: further evaluations without a gradient: of copies, of the rollout under the
-            training policy, of the drift.
+            training policy, of the drift, of negative prompts.
         shards: bytes of the rollout shards of an offline stage.
         policy: bytes of the policy folder that the stage leaves.
     """
@@ -79,11 +79,15 @@ def estimate_work(ctx: StageContext, sizes: ModelSizes, sample: SampleSize, trai
         )
     cost = config.algorithm_kind.row_cost(config.hyper_parameters, config.sampler.steps)
     comparing += rows * cost.without_gradient
+    passes_with_gradient = count_passes_with_gradient(ctx, sample)
+    passes_without = passes - passes_with_gradient
+    if config.kind == "online" and config.reuse_rollout_forward:
+        passes_without = 0  # the rollout has evaluated the negative prompts
     return Work(
         samples=samples,
         denoising=round(average_denoising_steps(ctx) * samples) * sample.passes,
-        training=rows * cost.with_gradient * passes,
-        comparing=comparing * passes,
+        training=rows * cost.with_gradient * passes_with_gradient,
+        comparing=comparing * passes + rows * cost.with_gradient * passes_without,
         shards=(
             rollout_shard_bytes(sample, samples, config.latent_precision)
             if config.kind == "offline"
@@ -108,6 +112,11 @@ def count_passes_per_term(ctx: StageContext, sample: SampleSize) -> int:
     # Losses on final latents and of students are without guidance, others if the stage says so.
     unguided = ctx.config.algorithm_kind.is_unguided or not ctx.config.guidance_in_loss
     return 1 if unguided else sample.passes
+
+
+def count_passes_with_gradient(ctx: StageContext, sample: SampleSize) -> int:
+    """Return the evaluations for a term of the loss that its gradient goes through."""
+    return count_passes_per_term(ctx, sample) if ctx.config.negative_gradient else 1
 
 
 def _count_samples_and_updates(ctx: StageContext) -> tuple[int, int, int]:

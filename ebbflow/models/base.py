@@ -50,6 +50,8 @@ class Conditioning:
             input. 1 is none.
         guidance_2: that of the transformer for low noise, for families with two; None: as the
             model's configuration says.
+        negative_gradient: whether the gradient of a guided prediction goes through the prediction
+            for the negative prompt. Without it the negative prompts have a pass of their own.
 
     Example:
         Two prompts for SD3 with guidance, 77 tokens of CLIP and up to 256 of T5 each::
@@ -67,6 +69,7 @@ class Conditioning:
     negative: Conditioning | None = None
     guidance: float = 1.0
     guidance_2: float | None = None
+    negative_gradient: bool = True
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -439,6 +442,20 @@ def require_resize(model: Any) -> None:
             f"{_class_name(model)} has no set_image_size(height, width); write one"
             " (docs/extending.md), or leave 'sizes' of stages, evaluation.height and"
             " evaluation.width out"
+        )
+
+
+def require_split_guidance(model: Any) -> None:
+    """Check that a model, or its class, predicts under guidance without the gradient of the
+    negative prompt's prediction.
+
+    Raises:
+        ModelError: a user's family does not say that it does.
+    """
+    if not getattr(model, "splits_guidance", False):
+        raise ModelError(
+            f"negative_gradient: false needs predictions without it, and {_class_name(model)} has"
+            " no splits_guidance = True (docs/extending.md); leave negative_gradient out"
         )
 
 

@@ -64,6 +64,9 @@ class PromptWindows:
     Prompts are padded to the longest of their window. A step is in the same window in every
     attempt, so that a stage that resumes pads as one that was never killed.
 
+    Args:
+        negative_gradient: of the conditioning that it gives, as ``Conditioning``.
+
     Example:
         ::
 
@@ -73,8 +76,9 @@ class PromptWindows:
             conditioning = windows(step, prompts)
     """
 
-    def __init__(self, windows: Sequence[PromptWindow]) -> None:
+    def __init__(self, windows: Sequence[PromptWindow], negative_gradient: bool = True) -> None:
         self.windows = windows
+        self.negative_gradient = negative_gradient
         self._embeddings: dict[range, Embeddings] = {}
 
     def list_missing(self, steps: range) -> list[PromptWindow]:
@@ -105,7 +109,7 @@ class PromptWindows:
         (embeddings,) = [
             embeddings for steps, embeddings in self._embeddings.items() if step in steps
         ]
-        return embeddings(prompts)
+        return replace(embeddings(prompts), negative_gradient=self.negative_gradient)
 
 
 def embed_prompts(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Embeddings:

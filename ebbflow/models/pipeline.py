@@ -63,6 +63,8 @@ class PipelineModel(ReadsPipeline):
         default_max_tokens: longest prompt, in tokens of the large text encoder, where the recipe
             gives none.
         guided: whether ``model.guidance`` is the scale of classifier-free guidance.
+        splits_guidance: whether a guided prediction can be had without the gradient of the negative
+            prompt's (``Conditioning.negative_gradient``).
         draws_videos: whether ``model.frames`` may be more than one.
         shares_tokens: whether processes can share the tokens of a sample
             (``ebbflow.models.context_parallel``).
@@ -84,6 +86,7 @@ class PipelineModel(ReadsPipeline):
     default_size: ClassVar[tuple[int, int]]
     default_max_tokens: ClassVar[int] = 512
     guided: ClassVar[bool] = True
+    splits_guidance: ClassVar[bool] = True
     draws_videos: ClassVar[bool] = False
     shares_tokens: ClassVar[bool] = False
     unused_parameters: ClassVar[tuple[str, ...]] = ()
@@ -347,13 +350,22 @@ class PipelineModel(ReadsPipeline):
         """As ``ebbflow.models.base.Model.predict_velocity``."""
         if conditioning.negative is None:
             return self._unpack_prediction(self._run_network(latents, sigma, conditioning))
-        # One pass over both keeps a device busier than two over half as many rows. [2 N, ...]: the
-        # rows of the negative prompts, then those of the prompts, with the same latents and sigmas.
-        negative, prediction = self._run_network(
-            torch.cat([latents, latents]),
-            derive(lambda values: torch.cat([values, values]), sigma),
-            conditioning.negative_then_positive,
-        ).chunk(2)
+        if conditioning.negative_gradient:
+            # One pass over both keeps a device busier than two over half as many rows. [2 N, ...]:
+            # the rows of the negative prompts, then those of the prompts, with the same latents and
+            # sigmas.
+            negative, prediction = self._run_network(
+                torch.cat([latents, latents]),
+                derive(lambda values: torch.cat([values, values]), sigma),
+                conditioning.negative_then_positive,
+            ).chunk(2)
+        else:
+            # Two passes in rollouts too, which need no gradient: both must round alike, or the
+            # first ratio would not be 1. The prompts come first, as autocast keeps the weights that
+            # it has cast: those that a pass without gradient had cast would give the next one none.
+            prediction = self._run_network(latents, sigma, conditioning.without_guidance())
+            with torch.no_grad():
+                negative = self._run_network(latents, sigma, conditioning.negative)
         return self._unpack_prediction(
             self._apply_guidance(prediction, negative, self._guidance_of_rows(sigma, conditioning))
         )

@@ -189,7 +189,7 @@ def open_batch_parts(
         row_ranks: this process among those with rows of their own (``Ranks.row_ranks``).
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    embeddings = PromptWindows(_list_windows(ctx, shards, by_id))
+    embeddings = PromptWindows(_list_windows(ctx, shards, by_id), ctx.config.negative_gradient)
 
     def encode_visit(visit: ShardVisit) -> None:
         # A visit whose window is the one before costs nothing: most stages have one window.

@@ -304,7 +304,7 @@ class OnlineLoop:
             logger.info("resuming after step %d of %d", self.state.step, self.config.steps)
         # What the timeline does not know: earlier attempts, and all encoding.
         self.seconds_before = self.state.seconds
-        self.embeddings = PromptWindows(self.sampler.list_windows())
+        self.embeddings = PromptWindows(self.sampler.list_windows(), self.config.negative_gradient)
         steps_in_flight = list_steps_in_flight(newest[0]) if newest else []
         await self._encode_windows(min([*steps_in_flight, self.state.step]), self.state.step)
         # Validation prompts are encoded apart: prompts are padded to the longest of those encoded

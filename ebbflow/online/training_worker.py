@@ -23,7 +23,12 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import StageRecord
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning
-from ebbflow.models.base import device_of, generate_in_size, require_pixels
+from ebbflow.models.base import (
+    device_of,
+    generate_in_size,
+    require_pixels,
+    require_split_guidance,
+)
 from ebbflow.models.encoding import Embeddings, embed_prompts
 from ebbflow.online.first_update_alarm import find_first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingReport
@@ -73,7 +78,7 @@ class TrainingWorker:
             RecipeError: the algorithm's kind has no rows to train on.
             RewardError: a reward has no gradient, and the algorithm learns from it.
             ModelError: a reward looks at images, and the model's family does not decode with
-                gradient.
+                gradient; or it takes the gradient of guidance as a whole and the stage does not.
         """
         self.ctx = ctx
         self.updater = updater
@@ -86,6 +91,8 @@ class TrainingWorker:
             scorer.require_gradients(ctx.config.algorithm_name)
             if scorer.trains_on_images:
                 require_pixels(updater.policy.model, ctx.config.algorithm_name)
+        if not ctx.config.negative_gradient:
+            require_split_guidance(updater.policy.model)
         self.encodes_negatives = ctx.config.needs_guided_copy
         self.timer = TaskTimer("training", rank)
 

@@ -330,7 +330,8 @@ def check_guided_references(stages: Sequence[StageConfig], model: ModelConfig) -
 
 
 def check_guidance_is_optional(stages: Sequence[StageConfig], model: ModelConfig) -> None:
-    """Check that ``guidance_in_loss: false`` has guidance to leave out of the loss.
+    """Check that ``guidance_in_loss: false`` has guidance to leave out of the loss, and
+    ``negative_gradient: false`` a gradient.
 
     Raises:
         ValueError: the model generates without guidance; names the stage and the fix.
@@ -339,12 +340,13 @@ def check_guidance_is_optional(stages: Sequence[StageConfig], model: ModelConfig
     # Of a family without a record, only ``model.guidance`` says whether there is guidance.
     unguided = model.guidance == 1 or (family is not None and not family.guided)
     for index, stage in enumerate(stages):
-        if unguided and not stage.guidance_in_loss:
-            raise ValueError(
-                f"stages.{index}.guidance_in_loss = False, and model.family ="
-                f" {model.family!r} with model.guidance = {model.guidance:g} has no"
-                " classifier-free guidance to leave out; leave guidance_in_loss out"
-            )
+        for key in ("guidance_in_loss", "negative_gradient"):
+            if unguided and not getattr(stage, key):
+                raise ValueError(
+                    f"stages.{index}.{key} = False, and model.family ="
+                    f" {model.family!r} with model.guidance = {model.guidance:g} has no"
+                    f" classifier-free guidance to leave out; leave {key} out"
+                )
 
 
 def check_read_scores(index: int, stage: StageConfig, rewards: Sequence[RewardConfig]) -> None:

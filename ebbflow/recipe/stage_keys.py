@@ -64,6 +64,11 @@ class LearningKeys(Strict):
     """For algorithms on trajectories and models with classifier-free guidance. false: rollouts are
     guided, and the loss trains the unguided prediction. Ratios are then against the unguided
     prediction before the updates of the step, which takes one more forward pass."""
+    negative_gradient: bool = True
+    """For losses on predictions with classifier-free guidance. false: no gradient goes through the
+    prediction for the negative prompt, as in the code of Flow-GRPO. That half of a pass keeps no
+    activations and has no backward pass. Prompts and negative prompts are then two passes, in
+    rollouts too: their predictions are those of one pass up to rounding."""
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch: int = Field(64, ge=1)
     """Samples per forward and backward pass."""

@@ -110,6 +110,13 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
                 " it in one"
             )
         self.algorithm_kind.check_stage(self)
+        if not self.negative_gradient and (
+            self.algorithm_kind.is_unguided or not self.guidance_in_loss
+        ):
+            raise ValueError(
+                f"negative_gradient = False: the loss of {self.algorithm_name} is without guidance"
+                " and so without negative prompts; leave negative_gradient out"
+            )
         check_approximations(self)
         if self.advantages.clip is None and not self.algorithm_kind.records_trajectory:
             raise ValueError(

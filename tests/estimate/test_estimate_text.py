@@ -104,6 +104,35 @@ def test_a_loss_without_guidance_evaluates_the_network_once_and_scores_the_rollo
     assert (after.training, after.comparing) == (rows, rows + rows)
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+def test_negative_prompts_without_gradient_are_evaluated_forwards_alone(tiny_recipe, reuse):
+    stage = {
+        "kind": "online",
+        "steps": 2,
+        "prompts_per_step": 3,
+        "group_size": 4,
+        "updates_per_step": 1,
+        "sampler": {"steps": 4},
+        "window": {"kind": "fixed", "size": 2},
+        "reuse_rollout_forward": reuse,
+    }
+    whole, split = (
+        estimate_recipe(
+            tiny_recipe("sd3", {"guidance": 4.5}, stages=[stage | {"negative_gradient": keep}])
+        )
+        for keep in (True, False)
+    )
+    before, after = (made.work["1.1 online"] for made in (whole, split))
+    rows = 2 * 3 * 4 * 2
+    assert before.training == 2 * rows
+    # The rollout whose passes are reused has evaluated them, and counts them already.
+    repeated = 0 if reuse else rows
+    assert (after.training, after.comparing) == (rows, before.comparing + repeated)
+    assert after.denoising == before.denoising
+    kept = [made.memory["1.1 online training"].activations for made in (whole, split)]
+    assert 0.5 < kept[1] / kept[0] < 0.8
+
+
 def test_the_text_names_the_numbers():
     recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
     made = estimate_recipe(recipe, processes=4)

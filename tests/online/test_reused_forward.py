@@ -159,6 +159,18 @@ def test_gradients_and_weights_are_those_of_repeated_passes(
     assert their_passes == {True: 2 * passes[True], False: passes[False]}
 
 
+def test_negative_prompts_without_gradient_are_reused_as_repeated_passes_have_them(contexts, train):
+    split = contexts("sd3", "lora", negative_gradient=False, **REUSED)
+    parameters, gradients, metrics, _ = train(split)
+    again, their_gradients, their_metrics, _ = train(split, repeated=True)
+    assert same(parameters, again)
+    assert all(same(*updates) for updates in zip(gradients, their_gradients, strict=True))
+    assert metrics == their_metrics
+    assert all(row["ratio/first_deviation"] < 1e-6 for row in metrics)
+    whole = train(contexts("sd3", "lora", **REUSED))[1]
+    assert not same(gradients[0], whole[0])
+
+
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.exhaustive), "lora"])
 def test_a_stage_without_the_key_agrees_up_to_rounding(contexts, train, policy):
     """Its passes have other rows; its rollouts are the same to the last bit as long as the weights

@@ -43,6 +43,8 @@ CASES_OF_FLUX = (
 """Replay, a validation, a correction, a second network that is trained, graphs of rollouts, and
 prompts whose samples are generated before and after those of a step.
 """
+GUIDED = "guided trajectories"
+"""Guidance without the gradient of the negative prompts: two passes for each prediction."""
 FAMILIES = (
     "wan",
     "wan_a14b",
@@ -63,6 +65,10 @@ def recipe_of_family(family: str, base: Path, case: str, placement: str) -> Reci
     exact = {"rollout_precision": None}
     # Two passes for the three samples of a group, so that each rank has some to decode.
     passes = {"micro_batch": 2}
+    if case == GUIDED:
+        case = "trajectories"
+        exact |= {"negative_gradient": False}
+        model |= {"guidance": 3.0}
     stage = {"policy": LORA, **CASES[case], **exact, **passes, "model": model}
     # The second step has samples of weights that the first one trained; a third repeats it. Two
     # groups of ranks share three prompts unequally.
@@ -178,6 +184,12 @@ def test_the_other_algorithms_do_what_one_process_does(folder, begin, world, rep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_other_network_does_what_one_process_does(folder, begin, family):
     check_stages(folder, {family: begin(family)}, ["trajectories"], 2, replicated=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("replicated", [True, False])
+def test_negative_prompts_without_gradient_do_what_one_process_does(folder, begin, replicated):
+    check_stages(folder, {"wan": begin("wan")}, [GUIDED], 2, replicated)
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,15 @@ REFUSED = [
     ),
     *(
         (
+            stage | {"negative_gradient": False},
+            "negative_gradient = False: the loss of",
+            "is without guidance",
+            "leave negative_gradient out",
+        )
+        for stage in (online(FORWARD[0]), online("dmd2"), online(guidance_in_loss=False))
+    ),
+    *(
+        (
             online(name, guidance_in_loss=False),
             name,
             "without guidance always",

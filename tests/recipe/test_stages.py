@@ -35,23 +35,21 @@ from ebbflow.recipe.digest import select_set_keys
 from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 
 
+@pytest.mark.parametrize("key", ["guidance_in_loss", "negative_gradient"])
 @pytest.mark.parametrize(
     ("family", "guidance", "works"), [("sd3", 4.5, True), ("sd3", 1.0, False), ("flux", 3.5, False)]
 )
-def test_guidance_can_be_left_out_of_the_loss_where_there_is_some(family, guidance, works):
+def test_guidance_can_be_left_out_of_the_loss_where_there_is_some(family, guidance, works, key):
     recipe = {
         "model": {"family": family, "path": "models/it", "guidance": guidance},
         "prompts": {"source": "prompts.txt"},
-        "stages": [online(guidance_in_loss=False)],
+        "stages": [online(**{key: False})],
     }
     if works:
-        assert not Recipe.model_validate(recipe).stages[0].guidance_in_loss
+        assert not getattr(Recipe.model_validate(recipe).stages[0], key)
         return
     with pytest.raises(
-        RecipeError,
-        match=(
-            f"stages.0.guidance_in_loss = False.*{family}.*{guidance:g}.*leave guidance_in_loss out"
-        ),
+        RecipeError, match=f"stages.0.{key} = False.*{family}.*{guidance:g}.*leave {key} out"
     ):
         Recipe.model_validate(recipe)
 
