@@ -39,8 +39,8 @@ from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.recipe.registry import configure_reward

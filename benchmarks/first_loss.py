@@ -31,8 +31,8 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.families.glyph import build_glyph_model
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.rewards.base import Reward, RewardResult

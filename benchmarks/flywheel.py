@@ -45,8 +45,8 @@ from ebbflow.models.glyph_training.pictures import write_pictures
 from ebbflow.offline.anchor import open_anchor
 from ebbflow.offline.data import encode_data, import_data
 from ebbflow.offline.training import train_offline_folder
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.reward_training.folder import (

@@ -27,8 +27,8 @@ from tqdm import tqdm
 from benchmarks.algorithms import prepare_inputs, score_policy
 from benchmarks.machine import describe_machine
 from ebbflow.data.prompts import read_prompts
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext

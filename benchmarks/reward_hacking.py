@@ -30,8 +30,8 @@ from benchmarks.reward_hacking_report import write_results
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import Evaluation
 from ebbflow.evaluation.evaluate import evaluate_on_prompts
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext

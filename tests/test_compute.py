@@ -28,9 +28,9 @@ from ebbflow.compute import (
     set_up_process,
     use_deterministic_kernels,
 )
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.ray_actor import WorkerActor, open_reward_worker
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.online import WorkersConfig
 from ebbflow.stage import MetricsRecorder, StageContext

@@ -36,8 +36,8 @@ from ebbflow.estimate.plan import (
 from ebbflow.estimate.plan_text import describe_plans
 from ebbflow.estimate.run import estimate_from_sizes
 from ebbflow.estimate.schedule import MEASURED, Stage, TaskSeconds, simulate_stage
-from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
+from ebbflow.online.sample_workers import RewardWorker, RolloutWorker
 from ebbflow.online.workers import RewardPool, RolloutPool
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.weights import WeightsVersion
@@ -115,7 +115,9 @@ class Queue(RolloutQueue):
     async def generate_and_score(
         self, request: Any, weights: Any, with_guards: bool = False
     ) -> Any:
-        version = await self.workers.rollout.generate(request, weights)
+        version = await self.workers.rollout.run(
+            lambda worker: worker.call(RolloutWorker.generate, request, weights())
+        )
         await self.workers.reward.run(lambda worker: worker.call(RewardWorker.score))
         return SimpleNamespace(request=request, report=SimpleNamespace(version=version))
 

@@ -22,7 +22,7 @@ from ebbflow.certification.adapter import (
 )
 from ebbflow.models import load_model
 from ebbflow.online.messages import RolloutRequest
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.plugins import check_members, import_object
 from ebbflow.recipe.rollout_cache import Quantization

@@ -15,7 +15,7 @@ How
     ``OnlineLoop._train_steps`` (``loop.py``) is the loop: one page, one coroutine. It awaits
     ``RolloutQueue``, which keeps rollouts in flight, and ``TrainingGroup``, which trains. Workers
     are anything whose methods can be awaited: objects and threads of this process
-    (``local_workers.py``) or Ray actors (``ray_workers.py``). The three modes differ only in how
+    (``LocalWorkers``) or Ray actors (``ray_workers.py``). The three modes differ only in how
     many steps the queue runs ahead, and the two placements only in where workers run. ``replay``
     runs the loop again as far as one step's samples.
 

@@ -32,7 +32,6 @@ from ebbflow.algorithms.advantages import AdvantageResult
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning
 from ebbflow.models.encoding import Embeddings
-from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.messages import (
     Handle,
     RolloutBatch,
@@ -45,7 +44,7 @@ from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
 from ebbflow.online.sample_exchange import RankValue, RolloutsHeader, SampleExchange
 from ebbflow.online.training_worker import TrainingWorker
-from ebbflow.online.workers import StageError, StageWorkers
+from ebbflow.online.workers import LocalWorkers, StageError, StageWorkers
 from ebbflow.rewards.combine import Scorer, ScoreTable
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import WeightsVersion
@@ -224,19 +223,23 @@ class ColocatedQueue(RolloutQueue):
         own = await self._wait_for_scores(tasks, requests[0].step)
         return self._gather_parts(requests, owners, own)
 
-    def _start_requests(
-        self, requests: Sequence[RolloutRequest], weights: WeightsVersion | None
-    ) -> list[asyncio.Future[ScoredRollouts]]:
+    def _start_step(self, step: int, requests: Sequence[RolloutRequest]) -> StepInFlight:
         owners = self._deal_requests(len(requests))
         self._note_idle_requests(requests)
-        loop = asyncio.get_running_loop()
-        return [
-            self._start_request(request, weights)
-            if owner == self.row_ranks.rank
-            # Of another rank: ``_gather_step`` puts the result in its place.
-            else loop.create_future()
+        own_requests = [
+            request
             for request, owner in zip(requests, owners, strict=True)
+            if owner == self.row_ranks.rank
         ]
+        own = super()._start_step(step, own_requests)
+        own_tasks = iter(own.tasks)
+        loop = asyncio.get_running_loop()
+        tasks = [
+            # Of another rank: ``_gather_step`` puts the result in its place.
+            next(own_tasks) if owner == self.row_ranks.rank else loop.create_future()
+            for owner in owners
+        ]
+        return replace(own, requests=requests, tasks=tasks)
 
     def _go_through_idle_requests(self) -> None:
         """Generate what nobody needs: every pass of a sharded model is a collective call, so a rank

@@ -26,13 +26,12 @@ from ebbflow.models.encoding import Embeddings, PromptWindows
 from ebbflow.offline.anchor import open_anchor
 from ebbflow.online.colocated import ColocatedTrainingWorker, ColocatedWorkers, open_queue
 from ebbflow.online.in_flight import list_steps_in_flight, load_in_flight, save_in_flight
-from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.messages import RolloutBatch, TrainingReport
 from ebbflow.online.monitor import StageMonitor, read_validation_prompts
 from ebbflow.online.parity_gate import check_parity
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import count_steps_ahead
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.statistics_alarm import watch_statistics
 from ebbflow.online.step_advantages import compute_step_advantages, find_varied_prompts_of_step
 from ebbflow.online.step_metrics import (
@@ -43,7 +42,7 @@ from ebbflow.online.step_metrics import (
 )
 from ebbflow.online.timeline import add_seconds
 from ebbflow.online.training_worker import TrainingWorker
-from ebbflow.online.workers import StageWorkers
+from ebbflow.online.workers import LocalWorkers, StageWorkers
 from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored_share
 from ebbflow.rollouts.engine import open_engine
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
@@ -419,7 +418,8 @@ class OnlineLoop:
         # Handles: the samples go from rollout workers to the ranks without passing through this
         # process.
         rollouts = [part.rollouts for part in batch.parts]
-        reports = await self.workers.training.train(requests, shared_advantages, *rollouts)
+        train = TrainingWorker.train
+        reports = await self.workers.training.call(train, requests, shared_advantages, *rollouts)
         # Ranks agree on metrics, updates and alarms, because these are averaged or counted over the
         # group; spans are each rank's own.
         self.state.samples += len(advantages.values)

@@ -23,8 +23,7 @@ from ray.util import register_serializer
 from torch import Tensor
 
 from ebbflow.compute import GPUS, require_gpu, set_up_process
-from ebbflow.online.reward_worker import RewardWorker
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RewardWorker, RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageError
 from ebbflow.recipe.online import Role, WorkersConfig

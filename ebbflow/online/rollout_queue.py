@@ -47,9 +47,10 @@ from ebbflow.online.messages import (
     RolloutReport,
     RolloutRequest,
     ScoredRollouts,
+    TraceSpan,
 )
 from ebbflow.online.prompt_sampler import PromptSampler
-from ebbflow.online.tracing import TraceSpan
+from ebbflow.online.sample_workers import RewardWorker, RolloutWorker
 from ebbflow.online.workers import CallFailed, ResultLost, StageError, StageWorkers
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import ScoreTable
@@ -342,8 +343,17 @@ class RolloutQueue:
             # Rollouts are large: they travel to a reward worker only if a reward scores what they
             # have beside the images.
             latents = rollouts if self.workers.reads_rollouts else None
-            scores, statistics, spans = await self.workers.reward.score(
-                request, images, latents, with_guards, profiled
+            scores, statistics, spans = await self.workers.reward.run(
+                lambda worker: worker.call(
+                    RewardWorker.score,
+                    images,
+                    request.prompts,
+                    request.step,
+                    with_guards,
+                    profiled,
+                    latents,
+                ),
+                f"scoring samples of step {request.step}",
             )
         except ResultLost as lost:
             _warn_of_loss(request, lost)
@@ -392,8 +402,13 @@ class RolloutQueue:
             StageError: several workers died over it.
         """
         try:
-            # An engine's own error is not caught: it would come again on another worker.
-            rollouts, images, report = await self.workers.rollout.generate(request, weights)
+            # In mode ``async`` the request waits for a worker and then takes the newest weights,
+            # not those of the time at which it was queued. An engine's own error is not caught: it
+            # would come again on another worker.
+            rollouts, images, report = await self.workers.rollout.run(
+                lambda worker: worker.call(RolloutWorker.generate, request, weights()),
+                f"generating samples of step {request.step}",
+            )
         except CallFailed as failure:
             raise StageError(
                 f"{failure.attempts} rollout workers died or hung over the same request; the last:"
@@ -410,14 +425,8 @@ class RolloutQueue:
         # Fixed now in the other modes: rollouts that are made again use the weights of their step,
         # so the version of a sample does not depend on what was lost.
         weights = None if self.ctx.online_config.mode == "async" else self.weights
-        tasks = self._start_requests(requests, weights)
+        tasks = [self._start_request(request, weights) for request in requests]
         return StepInFlight(step, requests, tasks, weights=weights)
-
-    def _start_requests(
-        self, requests: Sequence[RolloutRequest], weights: WeightsVersion | None
-    ) -> list[asyncio.Future[ScoredRollouts]]:
-        """The task of each request; ``weights``: as in ``StepInFlight``."""
-        return [self._start_request(request, weights) for request in requests]
 
     def _start_request(
         self, request: RolloutRequest, weights: WeightsVersion | None

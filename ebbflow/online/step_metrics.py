@@ -8,9 +8,8 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from ebbflow.online.messages import RolloutBatch
+from ebbflow.online.messages import RolloutBatch, TraceSpan
 from ebbflow.online.timeline import sum_seconds_by_task
-from ebbflow.online.tracing import TraceSpan
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.stage import StageContext
 from ebbflow.training.distributed import Ranks

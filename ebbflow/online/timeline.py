@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import get_args
 
-from ebbflow.online.tracing import TraceSpan
+from ebbflow.online.messages import TraceSpan
 from ebbflow.recipe.online import ResourcesConfig, Role
 
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -31,9 +31,8 @@ from ebbflow.models.base import (
 )
 from ebbflow.models.encoding import Embeddings, embed_prompts
 from ebbflow.online.first_update_alarm import find_first_update_alarms
-from ebbflow.online.messages import RolloutRequest, TrainingReport
+from ebbflow.online.messages import RolloutRequest, TaskTimer, TrainingReport
 from ebbflow.online.sample_exchange import SampleExchange
-from ebbflow.online.tracing import TaskTimer
 from ebbflow.recipe.choices import ENGINES_WITH_OWN_NOISE
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts, join_rollouts

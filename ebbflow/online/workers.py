@@ -1,13 +1,13 @@
 """Workers of an online stage and how the stage calls them, wherever they run.
 
 The stage's own process is one asyncio loop. It calls ``RolloutPool``, ``RewardPool`` and
-``TrainingGroup``: one typed stub per role. They all reach their workers through ``Worker.call``,
-which names a method by reference::
+``TrainingGroup``, one per role. They all reach their workers through ``Worker.call``, which names a
+method by reference::
 
     await worker.call(RolloutWorker.generate, request, weights)
 
 so mypy checks the arguments and the result across the process boundary. A worker is an object of
-this process, a thread of it, or a Ray actor.
+this process, a thread of it, or a Ray actor (``ray_workers``).
 
 Large results stay where they are. A method listed in ``NUM_RETURNS`` gives several results: handles
 of all but the last, which is the report for the stage's own process.
@@ -16,32 +16,29 @@ of all but the last, which is the report for the stage's own process.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
-
-import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import (
     Handle,
-    RolloutReport,
     RolloutRequest,
-    TrainingReport,
 )
-from ebbflow.online.reward_worker import RewardWorker
-from ebbflow.online.rollout_worker import RolloutWorker
-from ebbflow.online.tracing import TraceSpan
+from ebbflow.online.sample_workers import RewardWorker, RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe.online import Role, ScoringConfig
 from ebbflow.rewards.base import RewardError
-from ebbflow.rewards.combine import ScoreTable
+from ebbflow.rewards.combine import Scorer
+from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.weights import WeightsVersion
+from ebbflow.stage import StageContext
+from ebbflow.training.update import PolicyUpdater
 from ebbflow.watchdog import watch
 
 logger = logging.getLogger(__name__)
@@ -139,36 +136,29 @@ class ThreadWorker(LocalWorker):
         *arguments: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Result] = loop.create_future()
-
-        def deliver_outcome(resolve: Callable[[Any], None], outcome: Any) -> None:
-            # A call that timed out has a cancelled future; its thread may still come back.
-            if not answer.done():
-                resolve(outcome)
+        answer: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        # Running from now on, so that nobody cancels it: the thread of a call that timed out may
+        # still come back with an outcome, which is then ignored.
+        answer.set_running_or_notify_cancel()
 
         def run_call() -> None:
-            resolve: Callable[[Any], None] = answer.set_result
             try:
-                outcome = getattr(self.target, method.__name__)(*arguments, **keywords)
+                answer.set_result(getattr(self.target, method.__name__)(*arguments, **keywords))
             # Whatever is raised belongs to the coroutine that awaits the call, not to this thread.
             except BaseException as error:
-                resolve = answer.set_exception
-                outcome = error
-            # A closed loop raises a RuntimeError: the stage has ended, and nobody waits.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(deliver_outcome, resolve, outcome)
+                answer.set_exception(error)
 
+        awaited = asyncio.wrap_future(answer)
         # A thread of its own rather than a pool's: a pool waits for hung threads at exit.
         threading.Thread(target=run_call, name=f"reward {self.index}", daemon=True).start()
         try:
-            return await answer
+            return await awaited
         except asyncio.CancelledError:
             # Training and rollouts of this process keep the event loop from its turn for minutes.
             # It then sees the deadline of a call together with an answer that came in time.
-            if answer.cancelled() or not answer.done():
+            if awaited.cancelled() or not awaited.done():
                 raise
-            return answer.result()
+            return awaited.result()
 
 
 class WorkerPool:
@@ -271,22 +261,6 @@ class RolloutPool(WorkerPool):
     ) -> None:
         super().__init__("rollout", workers, start_worker, timeout, max_attempts=MAX_DEATHS)
 
-    async def generate(
-        self, request: RolloutRequest, weights: Callable[[], WeightsVersion]
-    ) -> tuple[Handle, Handle, RolloutReport]:
-        """Generate the samples of a request: (handle of the rollouts, handle of the images,
-        report).
-
-        Args:
-            weights: evaluated when a worker takes the request.
-        """
-        # In mode ``async`` the request waits for a worker and then takes the newest weights, not
-        # those of the time at which it was queued.
-        return await self.run(
-            lambda worker: worker.call(RolloutWorker.generate, request, weights()),
-            f"generating samples of step {request.step}",
-        )
-
 
 class RewardPool(WorkerPool):
     """Reward workers (``RewardWorker``), retried as the recipe says: rewards are other people's
@@ -303,30 +277,6 @@ class RewardPool(WorkerPool):
         max_attempts = scoring.retries + 1
         super().__init__(
             "reward", workers, start_worker, scoring.timeout, max_attempts, is_retryable
-        )
-
-    async def score(
-        self,
-        request: RolloutRequest,
-        images: Handle,
-        rollouts: Handle | None = None,
-        with_guards: bool = False,
-        profiled: bool = False,
-    ) -> tuple[ScoreTable, dict[str, np.ndarray], list[TraceSpan]]:
-        """Score the images of a request; arguments and result are those of
-        ``RewardWorker.score``.
-        """
-        return await self.run(
-            lambda worker: worker.call(
-                RewardWorker.score,
-                images,
-                request.prompts,
-                request.step,
-                with_guards,
-                profiled,
-                rollouts,
-            ),
-            f"scoring samples of step {request.step}",
         )
 
 
@@ -354,14 +304,6 @@ class TrainingGroup:
         """
         await self.call(TrainingWorker.receive, *rollouts)
 
-    async def train(
-        self, requests: Handle, advantages: Handle, *rollouts: Handle
-    ) -> list[TrainingReport]:
-        """Take the updates of a step; every rank's report. Arguments are handles of those of
-        ``TrainingWorker.train``.
-        """
-        return await self.call(TrainingWorker.train, requests, advantages, *rollouts)
-
     async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         """Gather the weights that generate from now on (``TrainingWorker.publish``)."""
         versions = await self.call(TrainingWorker.publish, version, copy)
@@ -388,10 +330,12 @@ class TrainingGroup:
             asyncio.ensure_future(rank.call(method, *arguments, **keywords)) for rank in self.ranks
         ]
         try:
-            _, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            ended, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             # A StageError already says what happened and what to do, so the others are not waited
             # for.
-            explained = any(isinstance(error, StageError) for error in _collect_errors(calls))
+            explained = any(
+                isinstance(call.exception(), StageError) for call in ended if not call.cancelled()
+            )
             if running and not explained:
                 # A rank whose peer died fails with an error of the collective. The peer's own
                 # error says more and may come a moment later.
@@ -400,16 +344,11 @@ class TrainingGroup:
             # Those that are left wait in a collective for the rank that failed.
             for call in calls:
                 call.cancel()
-        errors = _collect_errors(calls)
+        outcomes = [call.exception() for call in calls if call.done() and not call.cancelled()]
+        errors = [outcome for outcome in outcomes if outcome is not None]
         if errors:
             raise _explain_errors(errors)
         return [call.result() for call in calls]
-
-
-def _collect_errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-    ended = [call for call in calls if call.done() and not call.cancelled()]
-    errors = [call.exception() for call in ended]
-    return [error for error in errors if error is not None]
 
 
 def _explain_errors(errors: Sequence[BaseException]) -> BaseException:
@@ -421,7 +360,7 @@ def _explain_errors(errors: Sequence[BaseException]) -> BaseException:
 
 
 class StageWorkers(Protocol):
-    """All workers of a stage, in one process (``local_workers``) or on Ray (``ray_workers``).
+    """All workers of a stage, in one process (``LocalWorkers``) or on Ray (``ray_workers``).
 
     Attributes:
         steps_before: rollout steps that the algorithm made with this policy in earlier stages.
@@ -464,3 +403,88 @@ class StageWorkers(Protocol):
 
     def close(self) -> None:
         """End all workers."""
+
+
+class LocalWorkers:
+    """``StageWorkers`` of this process; handles are the values themselves.
+
+    Args:
+        rollout_worker: left out, it generates with the trainer's own weights, so that none are
+            sent.
+        index: of this process among those of the stage, for the numbers of its workers.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainingWorker,
+        scorer: Scorer,
+        rollout_worker: RolloutWorker | None = None,
+        index: int = 0,
+    ) -> None:
+        ctx = trainer.ctx
+        policy = trainer.updater.policy
+        self.trainer = trainer
+        self.shares_weights = rollout_worker is None
+        engine = Diffusers(
+            ctx,
+            policy,
+            trainer.updater.algorithm.generates,
+            ctx.online_config.reuse_rollout_forward,
+        )
+        self.rollout_worker = rollout_worker or RolloutWorker(engine, index)
+        self.reward_weights = scorer.reward_weights
+        self.reads_rollouts = scorer.reads_latents or scorer.reads_sounds
+        self.steps_before = trainer.updater.before.steps
+
+        async def start_rollout_worker(index: int) -> Worker:
+            return LocalWorker(self.rollout_worker, index)
+
+        async def start_reward_worker(index: int) -> Worker:
+            return ThreadWorker(RewardWorker(scorer, index), index)
+
+        config = ctx.online_config
+        num_rewards = config.resources.reward.count
+        rewards = [
+            ThreadWorker(RewardWorker(scorer, number), number)
+            for number in range(index * num_rewards, (index + 1) * num_rewards)
+        ]
+        # One rank and one rollout worker, which take turns. Rewards run in threads, so that images
+        # are scored while the next request generates and the policy trains.
+        self.training = TrainingGroup([LocalWorker(trainer, index)])
+        self.rollout = RolloutPool([LocalWorker(self.rollout_worker, index)], start_rollout_worker)
+        self.reward = RewardPool(rewards, start_reward_worker, config.scoring)
+
+    async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
+        # Even in one process another engine gets copies of the weights, with their digest.
+        if not self.shares_weights:
+            return self.trainer.publish(version, copy)
+        engine = self.rollout_worker.engine
+        assert isinstance(engine, Diffusers), (
+            "only the engine of this process shares the trainer's weights"
+        )
+        # Nothing is sent. Choosing the copy is all there is to publish.
+        engine.generates = copy or self.trainer.updater.algorithm.generates
+        return WeightsVersion(version)
+
+    async def fetch_value(self, handle: Handle) -> Any:
+        return handle
+
+    def put_value(self, value: Any) -> Handle:
+        return value
+
+    async def save_policy(self, folder: Path, *arguments: Any) -> None:
+        self.trainer.save(folder, *arguments)
+
+    async def save_checkpoint(self, folder: Path) -> None:
+        self.trainer.save_checkpoint(folder)
+
+    async def load_checkpoint(self, folder: Path) -> None:
+        self.trainer.load_checkpoint(folder)
+
+    def close(self) -> None:
+        self.rollout_worker.close()
+
+
+def open_local_workers(ctx: StageContext, updater: PolicyUpdater, scorer: Scorer) -> LocalWorkers:
+    """Workers around a policy of this process, which generates and trains."""
+    return LocalWorkers(TrainingWorker(ctx, updater, scorer=scorer), scorer)

@@ -17,8 +17,8 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import plan_window
 from ebbflow.models import load_model
 from ebbflow.models.sizes import measure_model
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe.registry import REWARDS
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext

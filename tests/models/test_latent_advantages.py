@@ -16,9 +16,9 @@ from ebbflow.algorithms.advantages import (
 )
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.base import predict
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.step_advantages import compute_step_advantages
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.latents import list_judges

@@ -14,10 +14,10 @@ from pipeline_cases import NEWEST_FAMILIES_IN_TEST_ALL, SHORT, TINY, few_tokens,
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.base import predict
 from ebbflow.models.encoding import build_prompt_lookup
-from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
+from ebbflow.online.workers import LocalWorkers, open_local_workers
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import Scorer

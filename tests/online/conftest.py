@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.online.workers import open_local_workers
 from ebbflow.rollouts.generate import join_rollouts
 
 NEEDS = {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.update import PolicyUpdater

@@ -11,8 +11,8 @@ import pytest
 
 from ebbflow.models import load_model
 from ebbflow.online.first_update_alarm import MAX_DEAD_SHARE, find_first_update_alarms
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.stage import MetricsRecorder, StageContext

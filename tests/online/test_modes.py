@@ -11,9 +11,8 @@ import time
 import pytest
 
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.workers import LocalWorker, ResultLost, RolloutPool
+from ebbflow.online.workers import LocalWorker, ResultLost, RolloutPool, open_local_workers
 from ebbflow.recipe import RecipeError
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
@@ -223,12 +222,12 @@ def with_a_slow_first_step(workers):
     """Two rollout workers: one has generated its request of step 1 when all of step 2 are scored,
     and not before.
     """
-    whole = workers.reward.score
+    whole = workers.reward.run
     scored = []
 
-    async def score(request, *arguments):
-        report = await whole(request, *arguments)
-        scored.append(request.step)
+    async def score(call, what):
+        report = await whole(call, what)
+        scored.append(what)
         return report
 
     class Slow(LocalWorker):
@@ -238,13 +237,13 @@ def with_a_slow_first_step(workers):
             made = await super().call(method, request, weights)
             if request.step == 1 and not self.slow:
                 self.slow = True
-                while scored.count(2) < 3:
+                while scored.count("scoring samples of step 2") < 3:
                     await asyncio.sleep(0.01)
                 for _ in range(10):  # until the stage has seen it
                     await asyncio.sleep(0)
             return made
 
-    workers.reward.score = score
+    workers.reward.run = score
     workers.rollout = RolloutPool(
         [Slow(workers.rollout_worker), LocalWorker(workers.rollout_worker, 1)], None
     )
@@ -264,7 +263,7 @@ def with_losses(workers):
     """Images are gone when they are to be scored for the first time, and rollouts when they are to
     be trained on.
     """
-    score_images = workers.reward.score
+    score_images = workers.reward.run
     receive_rollouts = workers.training.receive
     lost = []
 
@@ -281,7 +280,7 @@ def with_losses(workers):
             raise ResultLost("their machine is gone")
         return await receive_rollouts(*rollouts)
 
-    workers.reward.score = score
+    workers.reward.run = score
     workers.training.receive = receive
     return workers
 

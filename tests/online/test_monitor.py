@@ -22,13 +22,13 @@ from ebbflow.data.sampling import SamplingError
 from ebbflow.data.schema import PROMPTS
 from ebbflow.evaluation.evaluate import evaluate_on_prompts
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.messages import TaskTimer, TraceSpan
 from ebbflow.online.monitor import read_validation_prompts
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.timeline import Timeline
-from ebbflow.online.tracing import TaskTimer, TraceSpan
 from ebbflow.online.training_worker import TrainingWorker
+from ebbflow.online.workers import LocalWorkers, open_local_workers
 from ebbflow.plots.charts import Span, plot_timeline
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.online import ResourcesConfig

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext

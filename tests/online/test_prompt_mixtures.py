@@ -11,9 +11,9 @@ from varied_reward import VariedReward, ids
 
 from ebbflow.models import load_model
 from ebbflow.offline.rollouts import choose_shard_prompts
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.prompt_sampler import PromptSampler
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import MetricsRecorder, StageContext

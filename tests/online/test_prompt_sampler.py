@@ -24,13 +24,12 @@ from ebbflow.flow.noise import generate_initial_noise
 from ebbflow.models import load_model
 from ebbflow.online import in_flight
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
-from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.prompt_sampler import PromptSampler, compute_curriculum_weights
 from ebbflow.online.rollout_queue import RolloutQueue
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
-from ebbflow.online.workers import StageError
+from ebbflow.online.workers import LocalWorkers, StageError, open_local_workers
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.online import CurriculumConfig

@@ -14,8 +14,8 @@ import torch
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.models.compile import compile_blocks
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts import generate as rollouts_module
 from ebbflow.stage import MetricsRecorder, StageContext

@@ -12,9 +12,9 @@ import torch
 from benchmarks.tiny_models import build_tiny
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.base import generate_in_size
-from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import OnlineLoop, run_online_stage
 from ebbflow.online.rollout_queue import RolloutQueue, choose_image_size
+from ebbflow.online.workers import LocalWorkers, open_local_workers
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.model import resize_model
 from ebbflow.stage import MetricsRecorder, StageContext

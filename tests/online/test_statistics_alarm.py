@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ebbflow.evaluation.image_statistics import STATISTICS, create_missing_statistics
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.statistics_alarm import watch_statistics
+from ebbflow.online.workers import open_local_workers
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
 from ebbflow.training.stage_loop import StageState

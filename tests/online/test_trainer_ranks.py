@@ -25,7 +25,7 @@ from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
 from ebbflow.models.base import ModelError
 from ebbflow.online.messages import RolloutRequest
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import Reward

@@ -15,6 +15,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.online import rollout_queue
 from ebbflow.online.messages import RolloutRequest
 from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
+from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import (
     MAX_DEATHS,
     CallFailed,
@@ -430,7 +431,9 @@ class Rank:
 
 
 def test_a_group_gives_every_ranks_answer_in_order():
-    assert asyncio.run(TrainingGroup([Rank("first", 0.02), Rank("second")]).train(None, None)) == [
+    assert asyncio.run(
+        TrainingGroup([Rank("first", 0.02), Rank("second")]).call(TrainingWorker.train, None, None)
+    ) == [
         "first",
         "second",
     ]
@@ -443,14 +446,14 @@ def test_the_rank_that_died_explains_the_others():
         [Rank(RuntimeError("connection reset")), Rank(died, 0.05), Rank("waits", 60)], grace=0.3
     )
     with pytest.raises(StageError, match="rank 1 died") as error:
-        asyncio.run(group.train(None, None))
+        asyncio.run(group.call(TrainingWorker.train, None, None))
     assert error.value.__notes__ == ["another rank: connection reset"]
 
 
 def test_a_rank_that_died_is_said_at_once():
     group = TrainingGroup([Rank(StageError("rank 0 died")), Rank("waits", 3600)], grace=3600)
     with pytest.raises(StageError, match="rank 0 died"):
-        asyncio.run(asyncio.wait_for(group.train(None, None), 60))
+        asyncio.run(asyncio.wait_for(group.call(TrainingWorker.train, None, None), 60))
 
 
 def test_the_modes_differ_in_the_steps_that_run_ahead(make_recipe):

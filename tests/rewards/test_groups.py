@@ -18,7 +18,7 @@ from PIL import Image
 from reward_cases import as_prompt
 from served_cases import answering
 
-from ebbflow.online.reward_worker import RewardWorker
+from ebbflow.online.sample_workers import RewardWorker
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import server

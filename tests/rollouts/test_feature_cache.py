@@ -15,7 +15,7 @@ from ebbflow.models.glyph_training.trained import load_trained_glyph
 from ebbflow.offline.rollouts import write_shard
 from ebbflow.offline.shards import read_latents
 from ebbflow.online.monitor import build_validation_requests
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.recipe.policy import PolicyConfig

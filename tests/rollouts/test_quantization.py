@@ -26,7 +26,7 @@ from ebbflow.offline.rollouts import write_shard
 from ebbflow.online.monitor import build_validation_requests
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.digest import compute_digest

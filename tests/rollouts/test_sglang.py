@@ -19,10 +19,10 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
 from ebbflow.offline.rollouts import write_shard
-from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
+from ebbflow.online.workers import LocalWorkers
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.choices import ParityConfig, SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig

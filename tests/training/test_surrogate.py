@@ -12,8 +12,8 @@ from ebbflow.flow.latents import NamedLatents
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.batches import ForwardInputs

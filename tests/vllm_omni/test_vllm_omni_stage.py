@@ -10,13 +10,13 @@ import ray
 import torch
 
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.parity_gate import CHECKED_TRANSFERS
 from ebbflow.online.ray_actor import ActorFolders
 from ebbflow.online.ray_workers import RayWorkers
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
+from ebbflow.online.workers import LocalWorkers
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import MetricsRecorder, StageContext

@@ -11,10 +11,10 @@ from benchmarks.first_hour.lines import Line, Setting, judge, skip
 from benchmarks.first_hour.model_folder import describe_model, find_model_folder
 from benchmarks.first_hour.parts.rewards import PROMPTS, Brightness
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
+from ebbflow.online.workers import LocalWorkers
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import open_engine

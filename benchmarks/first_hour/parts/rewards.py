@@ -19,8 +19,8 @@ from benchmarks.first_hour.model_folder import describe_model, find_model_folder
 from benchmarks.tiny_models.tokenizers import build_clip_tokenizer
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.base import Reward, RewardResult
