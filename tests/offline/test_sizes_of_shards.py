@@ -19,7 +19,7 @@ from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.storage.tables import TableError, read_table
-from ebbflow.training import predictions, update
+from ebbflow.training import passes, update
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
 from tests.glyph_stages import small_stage
@@ -113,14 +113,14 @@ def test_a_stage_trains_on_each_shard_in_its_size_and_resumes_exactly(
     stored, base, tmp_path, monkeypatch
 ):
     ctx, folder = stored
-    predict = predictions.predict
+    predict = passes.predict
     seen = []
 
     def watched(model, latents, *rest):
         seen.append((tuple(latents.shape[2:]), (model.height, model.width)))
         return predict(model, latents, *rest)
 
-    monkeypatch.setattr(predictions, "predict", watched)
+    monkeypatch.setattr(passes, "predict", watched)
     losses = train(ctx, base, folder, tmp_path / "whole")
     assert {size for _, size in seen} == {(32, 64), (64, 32)}
     assert all(shape[0] * size[1] == shape[1] * size[0] for shape, size in seen)

@@ -17,7 +17,7 @@ from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rewards.groups import compute_win_rates
 from ebbflow.rollouts import generate
-from ebbflow.training import predictions
+from ebbflow.training import passes
 from tests.parameters import changed
 
 NAMES = list(ALGORITHMS)
@@ -198,7 +198,7 @@ def test_micro_batches_do_not_change_a_step(run, name):
 @pytest.mark.parametrize("name", ["mix_grpo", "diffusion_nft"])
 def test_passes_of_rollouts_and_updates_are_equal(run, monkeypatch, name):
     """Groups of 6 in micro-batches of 4 are passes of 3 and 3, not of 4 and 2."""
-    sizes = {generate: set(), predictions: set()}
+    sizes = {generate: set(), passes: set()}
 
     def record_rows(module, predict=predict):
         def predict_and_record(model, latents, *arguments, **keys):
@@ -208,11 +208,11 @@ def test_passes_of_rollouts_and_updates_are_equal(run, monkeypatch, name):
         monkeypatch.setattr(module, "predict", predict_and_record)
 
     record_rows(generate)
-    record_rows(predictions)
+    record_rows(passes)
     _, _, logged, _ = run(
         algorithm=keys_of(name), steps=1, prompts_per_step=2, group_size=6, micro_batch=4
     )
-    assert sizes == {generate: {3}, predictions: {3}}
+    assert sizes == {generate: {3}, passes: {3}}
     assert logged[0].get("ratio/first_deviation", 0) == 0
 
 

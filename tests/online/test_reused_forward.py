@@ -19,7 +19,7 @@ from ebbflow.online.workers import open_local_workers
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts import generate as rollouts_module
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.training import predictions as predictions_module
+from ebbflow.training import passes as passes_module
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.online.test_resume import TIMED, Flat
@@ -98,7 +98,7 @@ def train(make_prompts, scorer, monkeypatch):
         if ctx.online_config.reuse_rollout_forward:
             updater.update_policy = without_graphs
         with monkeypatch.context() as patch:
-            for module in (rollouts_module, predictions_module):
+            for module in (rollouts_module, passes_module):
                 patch.setattr(module, "predict", counted)
             run_online_stage(
                 ctx, open_local_workers(ctx, updater, judge), make_prompts(6), recorder

@@ -18,7 +18,7 @@ from ebbflow.online.workers import LocalWorkers, open_local_workers
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.model import resize_model
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.training import predictions
+from ebbflow.training import passes
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
@@ -110,7 +110,7 @@ def test_a_stage_generates_and_trains_each_step_in_its_size(
     assert len(set(sizes)) > 1
     workers = workers_of(ctx, flux, scorer)
     model = workers.trainer.updater.policy.model
-    predict = predictions.predict
+    predict = passes.predict
     decode = type(model).decode_latents
 
     def watched_decode(self, latents):
@@ -123,7 +123,7 @@ def test_a_stage_generates_and_trains_each_step_in_its_size(
         return predict(model, latents, *rest)
 
     monkeypatch.setattr(type(model), "decode_latents", watched_decode)
-    monkeypatch.setattr(predictions, "predict", watched_predict)
+    monkeypatch.setattr(passes, "predict", watched_predict)
     before = parameters(workers)
     pixels = 64 // model.latent_shape[1]
     run_online_stage(ctx, workers, make_prompts(8), recorder)
