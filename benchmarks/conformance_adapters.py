@@ -178,9 +178,9 @@ def _build_config(algorithm: Algorithm, c: Any) -> Any:
 def _build_penalty(kind: Any, c: Any) -> Mapping[str, Any]:
     rows, at = build_loss_rows(c)
     reference = rows.copies["reference"]
-    return compute_loss_and_gradient(
-        compute_penalty(ReferenceConfig(penalty=kind), rows, at, reference), at
-    )
+    config = ReferenceConfig(penalty=kind)
+    penalty, _ = compute_penalty(config, rows, at, reference, config.copy_name)
+    return compute_loss_and_gradient(penalty, at)
 
 
 def build_loss_rows(c: Any) -> tuple[Any, Tensor]:

@@ -45,7 +45,8 @@ from ebbflow.algorithms.loss_terms import compute_clipped_loss
 from ebbflow.recipe import load_recipe
 
 ratio = torch.tensor([1.05, 1.3], requires_grad=True)
-loss = compute_clipped_loss(ratio, torch.tensor([2.0, 2.0]), 0.1).mean()
+losses, _ = compute_clipped_loss(ratio, torch.tensor([2.0, 2.0]), 0.1)
+loss = losses.mean()
 loss.backward()
 print(round(loss.item(), 4), ratio.grad.tolist(), load_recipe(sys.argv[2]).name)
 """

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from ebbflow.algorithms.base import (
     AnyRows,
+    CopyName,
     RowMetrics,
     TrajectoryRows,
     compute_gaussian_kl,
@@ -71,18 +72,17 @@ def published_flow_grpo_settings(source: str) -> dict[str, PublishedSetting]:
     }
 
 
-def compute_clipped_loss(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
-    """Compute the clipped loss of each row, [M] (PPO, 1707.06347)."""
+def compute_clipped_loss(
+    ratio: Tensor, advantage: Tensor, clip_range: float
+) -> tuple[Tensor, RowMetrics]:
+    """Compute the clipped loss of each row, [M] (PPO, 1707.06347), and mark in its metrics the rows
+    that have no gradient because their ratio went far enough already: up for good samples, down
+    for bad ones.
+    """
     # The larger loss: a ratio beyond the clip has no gradient where it lowers the loss further, and
     # keeps it where it has gone the wrong way.
-    return (-advantage * ratio).maximum(-advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
-
-
-def compute_clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetrics:
-    """Mark the rows that have no gradient because their ratio went far enough already: up for good
-    samples, down for bad ones.
-    """
-    return {
+    loss = (-advantage * ratio).maximum(-advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
+    return loss, {
         "clip/up": ((ratio > 1 + clip_range) & (advantage > 0)).float(),
         "clip/down": ((ratio < 1 - clip_range) & (advantage < 0)).float(),
     }
@@ -114,31 +114,34 @@ ADAPTIVE_FLOOR = 1e-4
 
 
 def compute_penalty(
-    config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor
-) -> Tensor:
-    """Compute the penalty of each row, [M], before its weight; ``reference`` is the velocity of
-    the reference at the same points, [M, ...].
+    config: ReferenceConfig,
+    rows: AnyRows,
+    velocity: Tensor,
+    reference: Tensor,
+    copy: CopyName,
+) -> tuple[Tensor, Tensor]:
+    """Compute the penalty of each row before its weight, and its weight, both [M].
+
+    Args:
+        velocity: of the policy, [M, ...].
+        reference: the velocity of the reference at the same points, [M, ...].
+        copy: the policy copy that it is of (``ReferenceConfig.copy_name``).
     """
     if config.penalty == "velocity":
         divergence = mean_per_row((velocity - reference) ** 2)
     else:
         # The recipe allows a KL for trajectories alone.
         assert isinstance(rows, TrajectoryRows)
-        divergence = compute_gaussian_kl(rows.transition, rows.copies[config.copy_name].mean)
+        divergence = compute_gaussian_kl(rows.transition, rows.copies[copy].mean)
         # b^2 = s^2 |dt|, so 1 / (2 s^2) = |dt| / (2 b^2). The b of cps has no dt to take out.
         if config.penalty == "kl_without_dt" and rows.transition.sampler.std_has_dt:
             divergence = divergence * rows.transition.dt.abs()
     # A factor of 0 leaves the row free; the others make up for it, so that the mean is over them.
     if isinstance(rows, TrajectoryRows) and rows.penalty_factor is not None:
-        return rows.penalty_factor * divergence
-    return divergence
-
-
-def compute_penalty_weight(config: ReferenceConfig, rows: AnyRows) -> Tensor:
-    """Compute the weight of each row's penalty, [M]."""
+        divergence = rows.penalty_factor * divergence
     if not config.adaptive:
-        return rows.advantage.new_full(rows.advantage.shape, config.weight)
+        return divergence, rows.advantage.new_full(rows.advantage.shape, config.weight)
     # 1e-4 + (k - 1e-4) p: the better a sample scores, the heavier its penalty, against hacked
     # rewards.
     preference = (rows.advantage / (2 * rows.advantage_clip) + 0.5).clamp(0, 1)
-    return ADAPTIVE_FLOOR + (config.weight - ADAPTIVE_FLOOR) * preference
+    return divergence, ADAPTIVE_FLOOR + (config.weight - ADAPTIVE_FLOOR) * preference

@@ -30,7 +30,7 @@ from ebbflow.offline.shards import read_image_size, read_latent_parts
 from ebbflow.seeding import Stream, make_generator
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import read_columns, read_table
-from ebbflow.training.batches import SampleGroups, shard_for_rank, split_evenly
+from ebbflow.training.batches import SampleGroups, shard_for_rank
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.shared_prompts import encode_windows_together
 
@@ -297,7 +297,7 @@ def _iterate_visits(
             continue
         groups = _select_groups(ctx, shard.advantage, shard.prompt_ids)
         order = _shuffle_indices(ctx.stage_seed, epoch, 1 + index, len(groups))
-        batches = split_evenly([groups[i] for i in order], num_batches)
+        batches = [[groups[i] for i in part] for part in np.array_split(order, num_batches)]
         yield ShardVisit(number, epoch, shard, batches[num_skipped:])
 
 

@@ -44,7 +44,6 @@ from ebbflow.training.batches import (
     SampleGroups,
     count_shared_micro_batches,
     shard_for_rank,
-    split_evenly,
 )
 from ebbflow.training.checkpoint import restore_updater, write_part
 from ebbflow.training.distributed import Ranks
@@ -83,6 +82,8 @@ class TrainingWorker:
         self.updater = updater
         # Before the first rollout, so that a kind without rows costs none.
         self.kind = trainable_kind(ctx.config.hyper_parameters.kind)
+        self.rows_per_entry = self.kind.rows_per_entry(ctx.config.hyper_parameters)
+        self.pass_size = ctx.online_config.pass_size
         self.metadata = metadata
         self.rank = rank
         self.scorer = scorer
@@ -222,8 +223,8 @@ class TrainingWorker:
             passes = count_shared_micro_batches(
                 groups,
                 ranks.world,
-                kind.rows_per_entry(updater.hyper),
-                self.ctx.online_config.pass_size,
+                self.rows_per_entry,
+                self.pass_size,
             )
             rows, earlier_metrics = kind.build_batch(samples, shard_for_rank(groups, ranks), passes)
             if rows.inputs.predicted:
@@ -261,9 +262,9 @@ class TrainingWorker:
         generator = make_generator(
             self.ctx.stage_seed, prompt_id=0, sample=step, step=0, stream=Stream.ORDER
         )
-        shuffled = [groups[index] for index in generator.permutation(len(groups))]
-        parts = split_evenly(shuffled, self.ctx.online_config.updates_per_step)
-        return [part for part in parts if part]
+        order = generator.permutation(len(groups))
+        parts = np.array_split(order, self.ctx.online_config.updates_per_step)
+        return [[groups[index] for index in part] for part in parts if len(part)]
 
     def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         """The weights that generate from now on, whole, on the CPU of rank 0. The other ranks only

@@ -18,7 +18,7 @@ from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, CustomRewardConfig, RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.functions import FunctionReward, is_score_function
-from ebbflow.rewards.groups import check_images, get_failure_reason, score_and_check
+from ebbflow.rewards.groups import check_images, get_failure_reason, score_samples
 from ebbflow.rewards.samples import (
     join_sounds,
     reads_any,
@@ -279,20 +279,21 @@ class Scorer:
         Raises:
             RewardError: images, prompts and latents do not match, or a reward breaks its contract.
         """
-        asked, results = self._score_each(self.all_rewards, images, prompts, latents, sounds)
+        asked, columns, reasons = self._score_each(
+            self.all_rewards, images, prompts, latents, sounds
+        )
         # The sum is NaN where a reward that was asked failed: one that is missing would make the
         # sample look worse or better than the others of its group. One that was not asked adds 0.
         trained = [
-            np.where(asked[reward.name], weight * results[reward.name].values, 0.0)
+            np.where(asked[reward.name], weight * columns[reward.name], 0.0)
             for reward, weight in self.trained_rewards
         ]
-        reasons = _collect_reasons(results, asked, len(images))
         # [N]; a sum of no rewards would be 0, which is a number like any.
         unrewarded = ~np.any([asked[reward.name] for reward, _ in self.trained_rewards], axis=0)
         for row in np.flatnonzero(unrewarded).tolist():
             reasons[row] = f"no trained reward scores the prompt set {prompts[row].source!r}"
         total = np.where(unrewarded, np.nan, np.sum(trained, axis=0))
-        return ScoreTable(total, _collect_columns(results), reasons)
+        return ScoreTable(total, columns, reasons)
 
     def score_pictures(
         self, images: np.ndarray, prompts: Sequence[Prompt], sounds: Sounds | None = None
@@ -304,9 +305,8 @@ class Scorer:
             RewardError: as in a call.
         """
         rewards = [reward for reward in self.all_rewards if reward.scores != "latents"]
-        asked, results = self._score_each(rewards, images, prompts, None, sounds)
-        reasons = _collect_reasons(results, asked, len(images))
-        return ScoreTable(np.full(len(images), np.nan), _collect_columns(results), reasons)
+        _, columns, reasons = self._score_each(rewards, images, prompts, None, sounds)
+        return ScoreTable(np.full(len(images), np.nan), columns, reasons)
 
     def _score_each(
         self,
@@ -315,22 +315,37 @@ class Scorer:
         prompts: Sequence[Prompt],
         latents: np.ndarray | None,
         sounds: Sounds | None,
-    ) -> tuple[dict[str, np.ndarray], dict[str, RewardResult]]:
-        """Return by the column of each reward which prompts it scores, bool [N], and its scores."""
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[str | None]]:
+        """Return which prompts each reward scores, bool [N], by its column; the columns of all of
+        them, float64 [N]; and why samples failed.
+        """
         check_images(images, prompts)
         asked = {reward.name: self._select_prompts(reward, prompts) for reward in rewards}
-        results = {}
+        columns: dict[str, np.ndarray] = {}
+        reasons: list[list[str]] = [[] for _ in prompts]
         for reward in rewards:
             samples: Any = images  # in the form that the reward declares
-            score = score_and_check if images.ndim == 4 else score_videos
+            score = score_samples if images.ndim == 4 else score_videos
             if reward.scores == "latents":
                 samples = replace_non_finite_latents(reward, latents, len(images))
-                score = score_and_check
+                score = score_samples
             elif reward.scores == "sounds":
                 samples = join_sounds(reward, images, sounds)
-                score = score_and_check
-            results[reward.name] = _score_rows(score, reward, samples, prompts, asked[reward.name])
-        return asked, results
+                score = score_samples
+            result = _score_rows(score, reward, samples, prompts, asked[reward.name])
+            for column, values in {reward.name: result.values, **result.metrics}.items():
+                # The table of a stage has these columns beside its own ``reward``, the weighted
+                # sum.
+                if column in columns or column == "reward":
+                    raise RewardError(
+                        f"the reward {reward.name!r} has a column {column!r} that exists already;"
+                        " rename it"
+                    )
+                columns[column] = np.asarray(values, np.float64)
+            # Where a reward was not asked its value is NaN as well, and no failure.
+            for index in np.flatnonzero(np.isnan(result.values) & asked[reward.name]):
+                reasons[index].append(f"{reward.name}: {get_failure_reason(result, int(index))}")
+        return asked, columns, ["; ".join(parts) or None for parts in reasons]
 
     def _select_prompts(self, reward: Reward, prompts: Sequence[Prompt]) -> np.ndarray:
         """Return which prompts a reward scores, bool [N]."""
@@ -472,27 +487,3 @@ def require_scored_share(table: ScoreTable, limit: float) -> None:
         f" reward, more than max_failed_share = {limit:.1%} allows; the first reasons:"
         f" {' | '.join(reasons)}"
     )
-
-
-def _collect_columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
-    columns: dict[str, np.ndarray] = {}
-    for name, result in results.items():
-        for column, values in {name: result.values, **result.metrics}.items():
-            # The table of a stage has these columns beside its own ``reward``, the weighted sum.
-            if column in columns or column == "reward":
-                raise RewardError(
-                    f"the reward {name!r} has a column {column!r} that exists already; rename it"
-                )
-            columns[column] = np.asarray(values, np.float64)
-    return columns
-
-
-def _collect_reasons(
-    results: dict[str, RewardResult], asked: Mapping[str, np.ndarray], count: int
-) -> list[str | None]:
-    reasons: list[list[str]] = [[] for _ in range(count)]
-    for name, result in results.items():
-        # Where a reward was not asked its value is NaN as well, and no failure.
-        for index in np.flatnonzero(np.isnan(result.values) & asked[name]):
-            reasons[index].append(f"{name}: {get_failure_reason(result, int(index))}")
-    return ["; ".join(parts) or None for parts in reasons]

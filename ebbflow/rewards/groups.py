@@ -41,33 +41,25 @@ def check_images(images: np.ndarray, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def score_and_check(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    """Score samples as ``score_samples`` does, and check what the reward returned.
-
-    Raises:
-        RewardError: as ``score_samples`` and ``check_result``.
-    """
-    return check_result(reward.name, score_samples(reward, samples, prompts), len(samples))
-
-
 def score_samples(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
     """Score samples [N, ...] in the form that the reward declares (``Reward.scores``), each against
-    its prompt or against the others of its prompt.
+    its prompt or against the others of its prompt, and check what the reward returned.
 
     Raises:
-        RewardError: a reward that compares breaks its contract, or one of videos [N, frames, ...]
-            gets images.
+        RewardError: the reward breaks its contract, or one of videos [N, frames, ...] gets images.
     """
+    if reward.scores == "videos" and samples.ndim == 4:
+        raise RewardError(
+            f"the reward {reward.name!r} scores videos and got images; set model.frames, or"
+            " leave it out"
+        )
     # Other people's code and servers: what hangs is named.
     with watch(f"the reward {reward.name!r}, scoring {len(samples)} samples,"):
         if reward.scores in ("groups", "pairs"):
-            return score_groups(reward, samples, prompts)
-        if reward.scores == "videos" and samples.ndim == 4:
-            raise RewardError(
-                f"the reward {reward.name!r} scores videos and got images; set model.frames, or"
-                " leave it out"
-            )
-        return reward(samples, prompts)
+            result = score_groups(reward, samples, prompts)
+        else:
+            result = reward(samples, prompts)
+    return check_result(reward.name, result, len(samples))
 
 
 def check_result(name: str, result: RewardResult, count: int) -> RewardResult:
@@ -75,8 +67,13 @@ def check_result(name: str, result: RewardResult, count: int) -> RewardResult:
     NaN.
 
     Raises:
-        RewardError: a column is not; names the reward and the column.
+        RewardError: it is of another class, or a column is not; names the reward and the column.
     """
+    if not isinstance(result, RewardResult):
+        raise RewardError(
+            f"the reward {name!r} returned a {type(result).__name__}; return an"
+            " ebbflow.rewards.base.RewardResult"
+        )
     for column, values in {name: result.values, **result.metrics}.items():
         if np.shape(values) != (count,):
             raise RewardError(

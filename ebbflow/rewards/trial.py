@@ -12,7 +12,7 @@ from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.rewards.base import NO_TARGET, RewardError, RewardResult
 from ebbflow.rewards.combine import load_reward
-from ebbflow.rewards.groups import check_result, score_samples
+from ebbflow.rewards.groups import score_samples
 
 TRIED_FRAMES = 8
 """Of a video that a reward is tried on, at most."""
@@ -69,13 +69,6 @@ def try_reward(
         raise RewardError(
             f"{name} fails on {len(images)} images of {height} x {width} pixels: {reason}"
         ) from error
-    for result in results:
-        if not isinstance(result, RewardResult):
-            raise RewardError(
-                f"{name} returned a {type(result).__name__}; return an"
-                " ebbflow.rewards.base.RewardResult"
-            )
-        check_result(reward.name, result, len(images))
     first, second, swapped = (np.asarray(result.values, np.float64) for result in results)
     if not np.array_equal(first, second, equal_nan=True):
         raise RewardError(

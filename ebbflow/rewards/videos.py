@@ -10,7 +10,7 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.rewards.base import Reward, RewardResult
-from ebbflow.rewards.groups import get_failure_reason, score_and_check
+from ebbflow.rewards.groups import get_failure_reason, score_samples
 
 FRAMES_SCORED = 8
 """Frames of a video that are scored, evenly spaced from the first to the last; all frames of a
@@ -32,18 +32,18 @@ def score_videos(reward: Reward, videos: np.ndarray, prompts: Sequence[Prompt]) 
         RewardError: the reward breaks its contract.
     """
     if reward.scores == "videos":
-        return score_and_check(reward, videos, prompts)
+        return score_samples(reward, videos, prompts)
     frames = select_scored_frames(videos.shape[1])
     if reward.compares:
         # One call for each point in time, so that the first frame of a video is compared with the
         # first frames of the prompt's other videos and never with its own second frame.
         result = _interleave_frames(
-            [score_and_check(reward, videos[:, frame], prompts) for frame in frames]
+            [score_samples(reward, videos[:, frame], prompts) for frame in frames]
         )
     else:
         # (N, F, H, W, 3) -> (N * F, H, W, 3): one call, so that the reward forms its own batches.
         images = videos[:, frames].reshape(-1, *videos.shape[2:])
-        result = score_and_check(reward, images, [prompt for prompt in prompts for _ in frames])
+        result = score_samples(reward, images, [prompt for prompt in prompts for _ in frames])
     return RewardResult(
         values=_average_frames(result.values, len(frames)),
         metrics={

@@ -24,7 +24,6 @@ from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.rollouts.quantization import quantize_linears
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify_committed_folder
-from ebbflow.training.distributed import Ranks
 from ebbflow.training.object_messages import gather_objects
 from ebbflow.training.policy import Policy
 
@@ -179,7 +178,7 @@ class Diffusers:
         them have the whole latents, and each decodes some parts.
         """
         num_ranks = self.policy.context_parallel
-        place = Ranks.current().rank % num_ranks
+        place = self.policy.ranks.rank % num_ranks
         decoded = [
             self.policy.model.decode_latents(latents[part]) for part in parts[place::num_ranks]
         ]

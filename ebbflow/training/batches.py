@@ -247,6 +247,10 @@ def build_trajectory_batch(
     steps = to_device(derive(lambda values: values[column], trajectory.steps), device)
     sigmas = to_device(trajectory.sigmas, device)
     old_log_prob = trajectory.log_probs[sample, column].to(device)
+    row_advantage = advantage[sample]
+    if advantage.ndim > 1:
+        # [M] of its step; of each latent [M, K], the same at every step.
+        row_advantage = advantage[sample, column if advantage.ndim == 2 else 0]
     weight = old_log_prob.new_ones(len(rows))
     if trajectory.weight is not None:
         weight = trajectory.weight[sample, column].to(device)
@@ -264,18 +268,10 @@ def build_trajectory_batch(
         steps=steps,
         old_mean=None if trajectory.means is None else trajectory.means[sample, column].to(device),
         old_log_prob=old_log_prob,
-        advantage=_select_row_advantages(advantage, sample, column).to(device),
+        advantage=row_advantage.to(device),
         sampler=sampler,
         keys=keys.select_samples(sample_array),
     )
-
-
-def _select_row_advantages(advantage: Tensor, sample: Tensor, column: Tensor) -> Tensor:
-    """Select the advantages of rows, [M], or of each of K latents [M, K]."""
-    if advantage.ndim == 1:
-        return advantage[sample]
-    # of each latent: the same at every step
-    return advantage[sample, column if advantage.ndim == 2 else 0]
 
 
 @dataclass(frozen=True)
@@ -430,12 +426,7 @@ def _sample_noise(shape: torch.Size, keys: SampleKeys, number: int) -> tuple[Ten
     return torch.from_numpy(uniform), torch.from_numpy(noise)
 
 
-# How groups are split: over the updates of a step, over processes, over passes.
-
-
-def split_evenly(groups: SampleGroups, count: int) -> list[SampleGroups]:
-    """Split the groups into ``count`` runs of about as many groups."""
-    return [[groups[i] for i in part] for part in np.array_split(np.arange(len(groups)), count)]
+# How the groups of an update are split: over processes, over passes.
 
 
 def shard_for_rank(groups: SampleGroups, ranks: Ranks) -> SampleGroups:
@@ -448,7 +439,8 @@ def shard_for_rank(groups: SampleGroups, ranks: Ranks) -> SampleGroups:
     # call, and the others would wait in it.
     if len(groups) < ranks.world:
         return groups
-    return split_evenly(groups, ranks.world)[ranks.rank]
+    share = np.array_split(np.arange(len(groups)), ranks.world)[ranks.rank]
+    return [groups[index] for index in share]
 
 
 def count_shared_micro_batches(groups: SampleGroups, world: int, draws: int, size: int) -> int:
@@ -462,8 +454,9 @@ def count_shared_micro_batches(groups: SampleGroups, world: int, draws: int, siz
     num_shares = world if len(groups) >= world else 1  # as ``shard_for_rank`` splits them
     largest = math.ceil(len(groups) / num_shares) * draws
     smallest = len(groups) // num_shares * draws
+    groups_per_pass = max(1, size // max(map(len, groups)))
     # A pass needs a group of rows on every process, so the smallest share limits the passes.
-    return min(count_passes(largest, max(map(len, groups)), size), smallest)
+    return min(math.ceil(largest / groups_per_pass), smallest)
 
 
 def count_micro_batches(group_index: Tensor, size: int) -> int:
@@ -471,14 +464,8 @@ def count_micro_batches(group_index: Tensor, size: int) -> int:
     pass of its own.
     """
     counts = group_index.cpu().unique_consecutive(return_counts=True)[1]
-    return count_passes(len(counts), int(counts.max()), size)
-
-
-def count_passes(groups: int, group_size: int, size: int) -> int:
-    """Count the passes of at most ``size`` rows over ``groups`` groups of at most ``group_size``
-    rows.
-    """
-    return math.ceil(groups / max(1, size // group_size))
+    ends = counts.cumsum(0)[:-1].numpy()
+    return count_shared_micro_batches(np.split(np.arange(len(group_index)), ends), 1, 1, size)
 
 
 def split_into_passes(group_index: Tensor, passes: int) -> list[slice]:

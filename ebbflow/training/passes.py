@@ -106,16 +106,17 @@ def count_rows(
     """
     num_first = slices[0].stop - slices[0].start
     values = [float(slices[-1].stop), float(num_first), 1 / num_first]
-    if Ranks.current().world > 1:
+    world = policy.ranks.world
+    if world > 1:
         values = sum_over_processes(
             torch.tensor(values, dtype=torch.float64, device=device)
         ).tolist()
     total, measured, inverse = values
     num_parts = len(slices)
     if policy.has_whole_gradients:
-        num_parts *= Ranks.current().world // num_repeats
+        num_parts *= world // num_repeats
         measured = policy.gradient_factor * num_first
-        inverse /= Ranks.current().world
+        inverse /= world
     else:
         # Processes that share the tokens of a row, or have the same rows, each count it.
         inverse = policy.context_parallel * num_repeats / measured

@@ -74,6 +74,13 @@ class Policy:
         fsdp: how a sharded model is gathered.
         context_parallel: ranks that follow each other and share the tokens of each row; they call
             with the same rows.
+
+    Attributes:
+        ranks: this process among those that train the policy.
+        row_ranks: this process among those with rows of their own: ranks that share tokens are one.
+        has_whole_gradients: whether a backward pass leaves the gradient of this process's rows.
+        gradient_factor: the factor of a row's loss, beside one over the rows that all processes
+            count, with which gradients are those of the mean over all rows.
     """
 
     def __init__(
@@ -93,10 +100,18 @@ class Policy:
         self.config = config
         self.replicas = replicas
         self.context_parallel = context_parallel
+        self.ranks = Ranks.current()
+        self.row_ranks = self.ranks.row_ranks(context_parallel)
         # A replica on one rank has nothing to share out. Plain parameters are as fast as in one
         # process, and predict the same to the last bit.
-        self.replicated = shard and replicas == Ranks.current().world > 1
+        self.replicated = shard and replicas == self.ranks.world > 1
         self.sharded = shard and not self.replicated
+        # Shards sum gradients over processes in parts, and a process that shares tokens has that of
+        # its own tokens.
+        self.has_whole_gradients = not self.sharded and context_parallel == 1
+        # FSDP averages gradients over processes, which the world size undoes. Processes that share
+        # tokens each have the gradient of their own tokens only, and each of them counts the row.
+        self.gradient_factor = self.ranks.world * context_parallel
         self.fsdp = fsdp
         # FSDP2 keeps copies of offloaded parameters in main memory anyway: they are clones of them.
         self.offloaded = cpu_offload and not self.sharded
@@ -105,6 +120,20 @@ class Policy:
         # of the parameters' memory, and offloaded copies are not on the device.
         self.can_swap = not self.sharded and not self.offloaded
 
+        self.row_group: ProcessGroup | None = None
+        self._prepare_network(seed, cpu_offload)
+
+        # Only now: FSDP2 has replaced the parameters by DTensors.
+        self.parameters = self._list_trained_parameters()
+        self.copies: dict[str, dict[str, Tensor]] = {}
+        # Before anything is loaded or trained, so that the reference is the base model: the
+        # untouched weights, or adapters whose product is zero.
+        self.snapshot_copy("reference")
+
+    def _prepare_network(self, seed: int, cpu_offload: bool) -> None:
+        """Choose which parameters are trained, share out the network, and load its weights."""
+        model = self.model
+        config = self.config
         # Networks without weights read theirs at the end, when it is known which of them this
         # process keeps.
         device = device_of(model)
@@ -117,24 +146,16 @@ class Policy:
             add_lora(model, config, seed)
         else:
             choose_trained_layers(model, config)
-        self.row_group: ProcessGroup | None = None
-        if context_parallel > 1:
-            require_shareable_tokens(model, context_parallel)
-            self.row_group = share_tokens(model, build_row_mesh(context_parallel))
+        if self.context_parallel > 1:
+            require_shareable_tokens(model, self.context_parallel)
+            self.row_group = share_tokens(model, build_row_mesh(self.context_parallel))
         adapters = move_to_meta(model) if pending and self.sharded else {}
         if self.sharded:
-            shard_model(model, config.train == "full", replicas, cpu_offload, fsdp)
+            shard_model(model, config.train == "full", self.replicas, cpu_offload, self.fsdp)
         elif config.train == "full":
             model.transformer.float()
         if pending:
             read_weights(model, torch.device("cpu") if self.shards_offloaded else device, adapters)
-
-        # Only now: FSDP2 has replaced the parameters by DTensors.
-        self.parameters = self._list_trained_parameters()
-        self.copies: dict[str, dict[str, Tensor]] = {}
-        # Before anything is loaded or trained, so that the reference is the base model: the
-        # untouched weights, or adapters whose product is zero.
-        self.snapshot_copy("reference")
 
     def _list_trained_parameters(self) -> dict[str, Tensor]:
         network = self.model.transformer
@@ -142,28 +163,6 @@ class Policy:
         if not parameters:
             raise no_matching_layers_error(self.model, self.config)
         return parameters
-
-    @property
-    def row_ranks(self) -> Ranks:
-        """This process among those with rows of their own: ranks that share tokens are one."""
-        return Ranks.current().row_ranks(self.context_parallel)
-
-    @property
-    def has_whole_gradients(self) -> bool:
-        """Whether a backward pass leaves the gradient of this process's rows: shards sum them over
-        processes in parts, and a process that shares tokens has that of its own tokens.
-        """
-        return not self.sharded and self.context_parallel == 1
-
-    @property
-    def gradient_factor(self) -> int:
-        """The factor of a row's loss, beside one over the rows that all processes count, with which
-        gradients are those of the mean over all rows.
-
-        FSDP averages gradients over processes, which the world size undoes. Processes that share
-        tokens each have the gradient of their own tokens only, and each of them counts the row.
-        """
-        return Ranks.current().world * self.context_parallel
 
     def ensure_copy(self, name: str, source: str = "current") -> None:
         """Start a copy at the current parameters, or at those of another copy, unless the loaded

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, RowMetrics
-from ebbflow.algorithms.loss_terms import compute_penalty, compute_penalty_weight
+from ebbflow.algorithms.loss_terms import compute_penalty
 from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.training_sigmas import list_schedule_points
 from ebbflow.recipe.correction_rules import resolve_correction
@@ -114,6 +114,9 @@ class PolicyUpdater:
         self.algorithm = find_algorithm(stage.algorithm)
         # Any: the kind of the algorithm says which class they have (``config_class``).
         self.hyper: Any = stage.hyper_parameters
+        # What the reference penalty pulls to: a copy, under guidance where the stage says so.
+        self.reference_copy: CopyName = stage.reference.copy_name
+        self.guides_reference = stage.reference.needs_guidance
         self.correction = resolve_correction(stage, policy.model.precision)
         # Of prompt sets that have teachers of their own.
         self.teacher_copies = sorted(map(teacher_copy_name, getattr(self.hyper, "teachers", {})))
@@ -288,17 +291,19 @@ class PolicyUpdater:
         counts: RowCounts,
         teacher_rows: Mapping[str, Tensor],
     ) -> PassResults:
-        """Run forward and backward over every slice of rows (gradient accumulation); the gradients
-        are left in the parameters.
-        """
+        """Accumulate the gradients of every slice of rows in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
 
         # What needs no gradient comes first, for all slices at once, so that each copy is swapped
         # in and out once.
-        copies = self._predict_copies(batch, slices, teacher_rows)
-        anchor = self._predict_anchor(batch.inputs, slices, copies)
-        base_velocity, drift_stride = self._predict_base(batch.inputs, slices, copies)
+        copies, anchor = self._predict_copies(batch, slices, teacher_rows)
+        # Where the loss needs the base model anyway, the drift is measured at all rows.
+        base_velocity = copies.get("reference")
+        drift_stride = 1
+        if base_velocity is None:
+            base_velocity, drift_stride = self._predict_base(batch.inputs, slices)
 
+        compute_loss = self._compute_split_loss if self.latents else self._compute_loss
         results = PassResults()
         for part in slices:
             # An update that goes back through the rollout's own passes has its predictions. They
@@ -312,7 +317,7 @@ class PolicyUpdater:
             if "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies:
                 # No weight has moved since the rollout: its prediction is the policy's own.
                 copy_velocities["rollout"] = velocity.detach()
-            loss, metrics = self._compute_loss(
+            loss, metrics = compute_loss(
                 batch, part, velocity, copy_velocities, None if anchor is None else anchor[part]
             )
             norm = add_gradient(
@@ -348,7 +353,7 @@ class PolicyUpdater:
         anchor: Tensor | None,
     ) -> tuple[Tensor, RowMetrics]:
         """Return the loss of each row with its weight and the penalty for leaving ``anchor``, and
-        the metrics of each row, all [m]; of samples of several latents, over the loss of each.
+        the metrics of each row, all [m].
 
         Args:
             part: the m rows.
@@ -356,31 +361,6 @@ class PolicyUpdater:
             copies: of the policy copies there, [m, ...].
             anchor: what the reference penalty pulls to, [m, ...]; None without one.
         """
-        if not self.latents:
-            return self._compute_latent_loss(batch, part, velocity, copies, anchor)
-        losses = []
-        metrics = []
-        for latent in self.latents:
-            loss, latent_metrics = self._compute_latent_loss(
-                select_latent(batch, latent),
-                part,
-                velocity[:, latent.elements],
-                {name: values[:, latent.elements] for name, values in copies.items()},
-                None if anchor is None else anchor[:, latent.elements],
-            )
-            losses.append(loss)
-            metrics.append(latent_metrics)
-        return join_latent_losses(self.latents, losses, metrics)
-
-    def _compute_latent_loss(
-        self,
-        batch: RowBatch,
-        part: slice,
-        velocity: Tensor,
-        copies: Mapping[CopyName, Tensor],
-        anchor: Tensor | None,
-    ) -> tuple[Tensor, RowMetrics]:
-        """Compute the loss of samples of one latent, or of one latent of theirs."""
         rows = replace(
             batch.build_rows(part, velocity, copies),
             advantage_clip=self.stage.advantages.clip or math.inf,
@@ -396,20 +376,49 @@ class PolicyUpdater:
         # The correction weighs the algorithm's term alone, not the penalty.
         loss = loss * batch.weight[part]
         if anchor is not None:
-            divergence = compute_penalty(self.stage.reference, rows, velocity, anchor)
-            loss = loss + compute_penalty_weight(self.stage.reference, rows) * divergence
+            divergence, weight = compute_penalty(
+                self.stage.reference, rows, velocity, anchor, self.reference_copy
+            )
+            loss = loss + weight * divergence
             metrics = metrics | {"kl/reference": divergence}
         return loss, metrics
 
+    def _compute_split_loss(
+        self,
+        batch: RowBatch,
+        part: slice,
+        velocity: Tensor,
+        copies: Mapping[CopyName, Tensor],
+        anchor: Tensor | None,
+    ) -> tuple[Tensor, RowMetrics]:
+        """Return what ``_compute_loss`` returns, of samples of several latents: over the loss of
+        each latent.
+        """
+        losses = []
+        metrics = []
+        for latent in self.latents:
+            loss, latent_metrics = self._compute_loss(
+                select_latent(batch, latent),
+                part,
+                velocity[:, latent.elements],
+                {name: values[:, latent.elements] for name, values in copies.items()},
+                None if anchor is None else anchor[:, latent.elements],
+            )
+            losses.append(loss)
+            metrics.append(latent_metrics)
+        return join_latent_losses(self.latents, losses, metrics)
+
     def _predict_copies(
         self, batch: RowBatch, slices: list[slice], teacher_rows: Mapping[str, Tensor]
-    ) -> dict[CopyName, Tensor]:
-        """Return the predictions of the copies that the loss needs, [M, ...] each; of several
-        teachers that of each row's own.
+    ) -> tuple[dict[CopyName, Tensor], Tensor | None]:
+        """Return the predictions of the copies that the loss needs, [M, ...] each, and what the
+        reference penalty pulls to, [M, ...]; None without a penalty. Of several teachers it is the
+        prediction of each row's own.
         """
+        reference = self.stage.reference
         needed = set(self.algorithm.copies(self.hyper))
-        if self.stage.reference.weight > 0 and not self.stage.reference.needs_guidance:
-            needed.add(self.stage.reference.copy_name)
+        if reference.weight > 0 and not self.guides_reference:
+            needed.add(self.reference_copy)
         if self.updates == self.rollout_updates:
             needed.discard("rollout")  # it is the policy itself, until a weight moves
         velocities: dict[CopyName, Tensor] = {}
@@ -421,32 +430,25 @@ class PolicyUpdater:
                 )
             else:
                 velocities[name] = predict_velocities_of_copy(self.policy, name, inputs, slices)
-        return velocities
+        if self.guides_reference:
+            # A guided reference is another prediction than the copy's: that is without guidance.
+            guided = batch.inputs.with_guidance(reference.guidance, reference.guidance_2)
+            return velocities, predict_velocities_of_copy(
+                self.policy, self.reference_copy, guided, slices
+            )
+        return velocities, velocities[self.reference_copy] if reference.weight > 0 else None
 
     def _predict_base(
-        self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]
+        self, inputs: ForwardInputs, slices: list[slice]
     ) -> tuple[Tensor | None, int]:
         """Return what the base model predicts at every n-th row, and n, to measure the drift of the
         policy; None in updates that do not measure it.
         """
-        if "reference" in copies:
-            return copies["reference"], 1  # the loss needs it anyway: measure at all rows
         stride = choose_drift_stride(self.updates, len(slices))
         if stride is None:
             return None, 1
         rows = [slice(0, None, stride)]
         return predict_velocities_of_copy(self.policy, "reference", inputs, rows), stride
-
-    def _predict_anchor(
-        self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]
-    ) -> Tensor | None:
-        """Return what the reference penalty pulls to, [M, ...]; None without a penalty."""
-        reference = self.stage.reference
-        if reference.needs_guidance:
-            # A guided reference is another prediction than the copy's: that is without guidance.
-            guided = inputs.with_guidance(reference.guidance, reference.guidance_2)
-            return predict_velocities_of_copy(self.policy, reference.copy_name, guided, slices)
-        return copies[reference.copy_name] if reference.weight > 0 else None
 
     def _update_following_copies(self, count: int) -> None:
         for name in self.algorithm.list_following_copies(self.hyper):

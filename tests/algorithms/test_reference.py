@@ -19,13 +19,21 @@ from algorithm_rows import (
     rollout,
 )
 
-from ebbflow.algorithms.loss_terms import compute_penalty, compute_penalty_weight
+from ebbflow.algorithms.loss_terms import compute_penalty
 from ebbflow.flow.sampler import find_sampler
 from ebbflow.recipe.choices import ReferenceConfig
 
 KL, WITHOUT_DT, VELOCITY = (
     ReferenceConfig(penalty=name) for name in ("kl", "kl_without_dt", "velocity")
 )
+
+
+def penalty_of(config, rows, velocity, reference):
+    return compute_penalty(config, rows, velocity, reference, config.copy_name)[0]
+
+
+def weight_of(config, rows):
+    return compute_penalty(config, rows, rows.velocity, rows.velocity, config.copy_name)[1]
 
 
 def steps_apart(sampler):
@@ -41,7 +49,7 @@ def test_kl_is_the_divergence_of_two_gaussians_per_element(sampler):
     rows, velocity, reference = steps_apart(sampler)
     expected = kl_per_element(rows.transition, rows.copies["reference"])
     torch.testing.assert_close(
-        compute_penalty(KL, rows, velocity, reference), expected, rtol=1e-12, atol=0
+        penalty_of(KL, rows, velocity, reference), expected, rtol=1e-12, atol=0
     )
 
 
@@ -71,10 +79,10 @@ def test_the_two_scalings_of_kl(sampler):
     s, b = (each.repeat(2) for each in noise_level(sampler))
     apart = mean_square(rows.transition.mean - rows.copies["reference"].mean)
     torch.testing.assert_close(
-        compute_penalty(KL, rows, velocity, reference), apart / (2 * b**2), rtol=1e-12, atol=0
+        penalty_of(KL, rows, velocity, reference), apart / (2 * b**2), rtol=1e-12, atol=0
     )
     torch.testing.assert_close(
-        compute_penalty(WITHOUT_DT, rows, velocity, reference),
+        penalty_of(WITHOUT_DT, rows, velocity, reference),
         apart / (2 * s**2),
         rtol=1e-12,
         atol=0,
@@ -87,7 +95,7 @@ def test_the_two_scalings_of_kl(sampler):
 def test_velocity_is_the_mean_square_of_the_change_whatever_the_terms(rows):
     velocity = normal(10, 2, 3, seed=1).requires_grad_()
     reference = normal(10, 2, 3, seed=2)
-    found = compute_penalty(VELOCITY, rows, velocity, reference)
+    found = penalty_of(VELOCITY, rows, velocity, reference)
     torch.testing.assert_close(found, mean_square(velocity - reference), rtol=1e-12, atol=0)
     (gradient,) = torch.autograd.grad(found.sum(), velocity)
     torch.testing.assert_close(
@@ -100,7 +108,7 @@ def test_the_base_model_pays_nothing(config):
     made = rollout()
     velocity = moved(made)
     rows = made.rows(velocity, reference=velocity.detach())
-    found = compute_penalty(config, rows, velocity, velocity.detach())
+    found = penalty_of(config, rows, velocity, velocity.detach())
     assert (found == 0).all()
     (gradient,) = torch.autograd.grad(found.sum(), velocity)
     assert (gradient == 0).all()
@@ -113,9 +121,7 @@ def test_penalty_gradient_equals_finite_differences(config, sampler):
     reference = normal(*made.old.shape, seed=9)
 
     def cost(velocity):
-        return compute_penalty(
-            config, made.rows(velocity, reference=reference), velocity, reference
-        )
+        return penalty_of(config, made.rows(velocity, reference=reference), velocity, reference)
 
     assert torch.autograd.gradcheck(cost, (moved(made),), eps=1e-6, atol=1e-6)
 
@@ -124,15 +130,15 @@ def test_the_weight_is_not_the_penalty_s_business():
     rows, velocity, reference = steps_apart("flow_sde")
     heavy = ReferenceConfig(penalty="kl", weight=0.3)
     assert torch.equal(
-        compute_penalty(heavy, rows, velocity, reference),
-        compute_penalty(KL, rows, velocity, reference),
+        penalty_of(heavy, rows, velocity, reference),
+        penalty_of(KL, rows, velocity, reference),
     )
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_without_adaptation_every_row_has_the_weight(adaptive):
     rows = forward_rows([-5.0, -1.0, 0.0, 5.0])
-    weight = compute_penalty_weight(ReferenceConfig(weight=0.3, adaptive=adaptive), rows)
+    weight = weight_of(ReferenceConfig(weight=0.3, adaptive=adaptive), rows)
     assert (weight == 0.3).all() == (not adaptive)
 
 
@@ -148,7 +154,7 @@ def test_the_adaptive_weight_is_the_published_one_of_the_reward():
         for weight in (0.1, 2.0):
             least = 1e-4 / weight
             share = np.clip(np.array(advantages) / clip / 2 + 0.5, 0, 1)
-            found = compute_penalty_weight(ReferenceConfig(weight=weight, adaptive=True), rows)
+            found = weight_of(ReferenceConfig(weight=weight, adaptive=True), rows)
             np.testing.assert_allclose(
                 found.numpy(), weight * (least + share * (1 - least)), rtol=1e-12
             )

@@ -199,7 +199,9 @@ def test_a_reward_of_one_latent_has_no_gradient_at_the_other(begin, judged):
     with torch.no_grad():
         velocity = predict(model, *batch.inputs.model_arguments(slice(None)))
     velocity.requires_grad_()
-    loss, _ = updater._compute_loss(batch, slice(None), velocity, {"old": velocity.detach()}, None)
+    loss, _ = updater._compute_split_loss(
+        batch, slice(None), velocity, {"old": velocity.detach()}, None
+    )
     (gradient,) = torch.autograd.grad(loss.sum(), velocity)
     parts = model.latent_shape.slice_parts()
     (other,) = parts.keys() - {judged}

@@ -52,7 +52,7 @@ def velocities(updater, batch):
 def loss_of(updater, batch):
     """(the loss of each row, its gradient at the velocity, the metrics)."""
     velocity, old = velocities(updater, batch)
-    loss, metrics = updater._compute_loss(batch, slice(None), velocity, {"old": old}, None)
+    loss, metrics = updater._compute_split_loss(batch, slice(None), velocity, {"old": old}, None)
     (gradient,) = torch.autograd.grad(loss.sum(), velocity)
     return loss.detach(), gradient, metrics
 

@@ -132,6 +132,7 @@ def linear_policy(elements):
         set_gradient_reduction=lambda wanted: None,
         average_gradients=lambda: None,
         has_whole_gradients=True,
+        ranks=Ranks(0, 1),
         row_ranks=Ranks(0, 1),
         keep_gathered=nullcontext,
         config=PolicyConfig(),

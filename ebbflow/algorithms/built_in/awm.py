@@ -29,7 +29,7 @@ from ebbflow.algorithms.base import (
     compute_flow_matching_error,
     mean_per_row,
 )
-from ebbflow.algorithms.loss_terms import compute_clip_metrics, compute_clipped_loss
+from ebbflow.algorithms.loss_terms import compute_clipped_loss
 from ebbflow.recipe.algorithms import (
     GROUP_SIZE,
     SUM_OF_REWARDS,
@@ -139,9 +139,8 @@ def compute_loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetri
     # max(-A' rho, -A' clip(rho, 1 - eps, 1 + eps)) with A' = A / c in [-1, 1]: the published code
     # divides by its clip, so the weight of the penalties is relative to that.
     advantage = rows.advantage / rows.advantage_clip
-    total = compute_clipped_loss(ratio, advantage, config.clip_range)
-    metrics = {"awm/error": error, "awm/ratio": ratio}
-    metrics |= compute_clip_metrics(ratio, advantage, config.clip_range)
+    total, clip_metrics = compute_clipped_loss(ratio, advantage, config.clip_range)
+    metrics = {"awm/error": error, "awm/ratio": ratio, **clip_metrics}
 
     # + w mean((v - v_old)^2). With w = 0 there is no old copy (list_copies), which saves the
     # memory of its parameters and a pass over the rows.

@@ -23,7 +23,6 @@ from pydantic import Field
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
 from ebbflow.algorithms.loss_terms import (
     BASE,
-    compute_clip_metrics,
     compute_clipped_loss,
     compute_ratio_metrics,
     published_flow_grpo_settings,
@@ -234,10 +233,8 @@ def compute_loss(rows: TrajectoryRows, config: ClippedConfig) -> tuple[Tensor, R
     ratio = (rows.log_prob - rows.old_log_prob).exp()
 
     # max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), one row per (sample, trained step).
-    loss = compute_clipped_loss(ratio, rows.advantage, config.clip_range)
-    metrics = compute_ratio_metrics(rows)
-    metrics |= compute_clip_metrics(ratio, rows.advantage, config.clip_range)
-    return loss, metrics
+    loss, clip_metrics = compute_clipped_loss(ratio, rows.advantage, config.clip_range)
+    return loss, compute_ratio_metrics(rows) | clip_metrics
 
 
 # Four names for one loss: each brings the stage's defaults of its paper.

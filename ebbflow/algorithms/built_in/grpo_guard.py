@@ -18,7 +18,6 @@ from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, compute_gaussian_kl
 from ebbflow.algorithms.loss_terms import (
-    compute_clip_metrics,
     compute_clipped_loss,
     compute_ratio_metrics,
     published_flow_grpo_settings,
@@ -77,12 +76,11 @@ def compute_loss(rows: TrajectoryRows, config: GRPOGuardConfig) -> tuple[Tensor,
     # rho = exp[(log_prob - old_log_prob + bias) c]. Times c, because the spread of a log-prob goes
     # with 1 / c: the same clip range then bites at early and at late steps.
     regulated = ((rows.log_prob - rows.old_log_prob + bias) * step.std).exp()
-    metrics = compute_ratio_metrics(rows)
-    metrics |= compute_clip_metrics(regulated, rows.advantage, config.clip_range)
+    loss, clip_metrics = compute_clipped_loss(regulated, rows.advantage, config.clip_range)
+    metrics = compute_ratio_metrics(rows) | clip_metrics
     metrics |= {"guard/ratio_deviation": (regulated - 1).abs(), "guard/bias": bias}
 
     # The paper's weight 1 / |dt| of a step, which one public port leaves out.
-    loss = compute_clipped_loss(regulated, rows.advantage, config.clip_range)
     return loss / step.dt.abs(), metrics
 
 
