@@ -20,9 +20,11 @@ _host_values: Any = WeakTensorKeyDictionary()
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Move a tensor that nobody will write into, and remember what the host knows of it."""
     moved = values.to(device)
-    known = _find_host_values(values)
     # The host's tensors need no second copy.
-    if moved.device.type != "cpu" and known is not None:
+    if moved.device.type == "cpu":
+        return moved
+    known = _find_host_values(values)
+    if known is not None:
         _remember(moved, known)
     return moved
 
@@ -47,8 +49,10 @@ def derive(change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
             read_on_host(sigma)  # [8], without waiting for the device
     """
     result = change(*tensors)
+    if result.device.type == "cpu":
+        return result
     known = [_find_host_values(tensor) for tensor in tensors]
-    if result.device.type != "cpu" and all(values is not None for values in known):
+    if all(values is not None for values in known):
         _remember(result, change(*known))
     return result
 

@@ -71,8 +71,9 @@ class SampleKeys:
 
     def find_noise_owners(self, index: int) -> list[int]:
         """Return the sample whose noise with a step index each sample has, [N]."""
-        count = self.sharing[index] if index < len(self.sharing) else 1
-        return self.find_first_siblings(count)
+        if index >= len(self.sharing):
+            return list(self.samples)
+        return self.find_first_siblings(self.sharing[index])
 
     def find_first_siblings(self, count: int) -> list[int]:
         """Return the first of each ``count`` samples with successive numbers, [N]."""
@@ -82,9 +83,8 @@ class SampleKeys:
     def select_samples(self, index: slice | np.ndarray) -> SampleKeys:
         """Return the keys at some positions, a slice or integer [S]."""
         # Python's integers, as in all keys, whatever the index is an array of.
-        positions = np.arange(len(self))[index].tolist()
-        prompt_ids = [self.prompt_ids[i] for i in positions]
-        samples = [self.samples[i] for i in positions]
+        prompt_ids = np.array(self.prompt_ids, np.int64)[index].tolist()
+        samples = np.array(self.samples, np.int64)[index].tolist()
         return replace(self, prompt_ids=prompt_ids, samples=samples)
 
 

@@ -135,7 +135,7 @@ class Conditioning:
         """
         # Negative prompts may be there for the guided reference alone; the policy, which generates
         # without guidance, would pay for them with a pass of twice the rows.
-        needed = self.without_guidance() if self.guidance == 1 else self
+        needed = self.without_guidance() if self.negative and self.guidance == 1 else self
         return needed.to_dtype(torch.float32) if precision == "float32" else needed
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
@@ -149,6 +149,8 @@ class Conditioning:
     @staticmethod
     def concatenate(parts: Sequence[Conditioning]) -> Conditioning:
         """The rows of all parts, padded with zeros to the longest prompt."""
+        if len(parts) == 1:
+            return parts[0]
         tensors = {
             name: derive(_pad_and_concatenate, *(part[name] for part in parts))
             for name in parts[0].tensors

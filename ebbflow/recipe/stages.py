@@ -85,7 +85,7 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
         (``ebbflow.flow.noise.SampleKeys.sharing``).
         """
         # The entry at index 0 is x_T; the noise of denoising step i is at index i + 1.
-        return (self.group_size if self.shared_initial_noise else 1,)
+        return (self.group_size,) if self.shared_initial_noise else ()
 
     @model_validator(mode="before")
     @classmethod
@@ -257,11 +257,11 @@ class OnlineStageConfig(MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepK
 
     @property
     def noise_sharing(self) -> tuple[int, ...]:
-        (first,) = super().noise_sharing
         if not self.tree:
-            return (first,)
+            return super().noise_sharing
         # A tree has one root: its samples share their first noise whatever the group does.
-        return (max(first, self.tree.num_leaves), *self.tree.num_leaves_sharing_noise)
+        first = max([*super().noise_sharing, self.tree.num_leaves])
+        return (first, *self.tree.num_leaves_sharing_noise)
 
     @model_validator(mode="after")
     def _check_tree_fits(self) -> OnlineStageConfig:

@@ -166,24 +166,23 @@ class Diffusers:
                 self.with_graph,
                 cache,
             )
-        # As many at once as were denoised: a convolution may take another kernel for another batch
-        # size, as on Intel CPUs.
-        parts = split_into_equal_passes(len(keys), self.micro_batch)
         if with_sound:
             rollouts = replace(rollouts, sounds=decode_sounds(model, rollouts.latents))
-        return rollouts, np.concatenate(self._decode_parts(rollouts.latents, parts))
+        # As many at once as were denoised: a convolution may take another kernel for another batch
+        # size, as on Intel CPUs.
+        slices = split_into_equal_passes(len(rollouts.latents), self.micro_batch)
+        parts = [rollouts.latents[part] for part in slices]
+        if self.policy.context_parallel > 1:
+            return rollouts, np.concatenate(self._decode_on_ranks(parts))
+        return rollouts, np.concatenate([model.decode_latents(part) for part in parts])
 
-    def _decode_parts(self, latents: Tensor, parts: Sequence[slice]) -> list[np.ndarray]:
-        """Decode each part of the latents, [N, ...], with the ranks that share their tokens: all of
-        them have the whole latents, and each decodes some parts.
+    def _decode_on_ranks(self, parts: Sequence[Tensor]) -> list[np.ndarray]:
+        """Decode parts of latents with the ranks that share their tokens: all of them have the
+        whole latents, and each decodes some parts.
         """
         num_ranks = self.policy.context_parallel
         place = self.policy.ranks.rank % num_ranks
-        decoded = [
-            self.policy.model.decode_latents(latents[part]) for part in parts[place::num_ranks]
-        ]
-        if num_ranks == 1:
-            return decoded
+        decoded = [self.policy.model.decode_latents(part) for part in parts[place::num_ranks]]
         of_ranks = gather_objects(decoded, self.policy.row_group)
         return [of_ranks[index % num_ranks][index // num_ranks] for index in range(len(parts))]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -62,6 +62,8 @@ class Rollouts:
 
     def move_to(self, device: torch.device) -> Rollouts:
         """Return the same rollouts on a device; velocities stay where their graphs are."""
+        if self.latents.device == device:
+            return self
         trajectory = self.trajectory
         if trajectory is not None:
             columns = trajectory.list_columns().items()
@@ -91,13 +93,13 @@ class DistinctRows(NamedTuple):
         ``row_of_sample`` [0, 0, 1, 1], and the network predicts 2 rows instead of 4.
 
     Attributes:
-        first: positions of the first sample of each set of equal ones, [D].
-        row_of_sample: for every sample the row of its set, [N] with values below D.
+        first: positions of the first sample of each set of equal ones, integer [D].
+        row_of_sample: for every sample the row of its set, integer [N] with values below D.
         conditioning: that of the first ones, D rows.
     """
 
-    first: slice | Tensor
-    row_of_sample: slice | Tensor
+    first: Tensor
+    row_of_sample: Tensor
     conditioning: Conditioning
 
 
@@ -155,7 +157,7 @@ def generate_samples(
     # Chosen once, for all micro-batches: they are the same for every sample.
     steps = _choose_solvers(sigmas, sampler, plan)
     parts = []
-    for part in split_into_equal_passes(len(keys), micro_batch):
+    for part in split_into_equal_passes(len(conditioning), micro_batch):
         part_conditioning = conditioning.select_rows(part)
         part_keys = keys.select_samples(part)
         cached: AbstractContextManager[None] = nullcontext()
@@ -199,120 +201,112 @@ def _denoise_micro_batch(
     with_graph: bool,
 ) -> Rollouts:
     """Denoise the samples of one micro-batch from pure noise to images."""
-    trained = plan.trained if plan else ()
-    recorder = _TrajectoryRecorder(trained, plan is not None and plan.with_means)
     sigmas = steps.sigmas
-    device = conditioning.device
+    trained = plan.trained if plan else ()
     conditioning = conditioning.for_precision(precision)  # cast once for all steps
-    # For each denoising step, how many successive samples are equal before it. Few numbers differ,
-    # so the rows are found once for each number and not once for each step.
-    samples_per_prediction = count_samples_per_prediction(
-        keys.sharing, len(steps.solvers), steps.stochastic, trained
-    )
-    distinct_rows = {
-        count: _find_distinct_rows(keys, conditioning, count)
-        for count in set(samples_per_prediction)
-    }
+    # Samples that share noise are equal before some steps, and are predicted once there.
+    distinct_rows: dict[int, DistinctRows] = {}
+    if keys.sharing:
+        distinct_rows = _find_distinct_rows(keys, conditioning, steps, trained)
 
-    indices = [INITIAL, *(step + 1 for step in sorted(steps.stochastic))]
-    noises = _generate_noises(model.latent_shape, keys, indices)
-    latents = copy_ahead(next(noises), device)  # [N, ...]
+    noises = _generate_noises(model.latent_shape, keys, steps.stochastic, sigmas.device)
+    latents = next(noises)  # [N, ...]
     history: SolverHistory | None = None
+    recorded: dict[str, list[Tensor]] = defaultdict(list)  # columns of the trajectory
     velocities: list[Tensor] = []
     for step, solver in enumerate(steps.solvers):
-        distinct = distinct_rows[samples_per_prediction[step]]
         with torch.set_grad_enabled(with_graph and step in trained):
-            distinct_latents = latents[distinct.first]  # [D, ...], D <= N
-            sigma = expand_sigma(sigmas, step, len(distinct_latents))
-            prediction = predict(model, distinct_latents, sigma, distinct.conditioning, precision)
-            velocity = prediction[distinct.row_of_sample]  # [N, ...]
+            if step in distinct_rows:
+                rows = distinct_rows[step]
+                velocity = _predict_distinct_rows(model, latents, sigmas, step, rows, precision)
+            else:
+                sigma = expand_sigma(sigmas, step, len(latents))
+                velocity = predict(model, latents, sigma, conditioning, precision)  # [N, ...]
 
         if step not in steps.stochastic:
-            # Deterministic steps draw no noise, so samples that are equal before one are equal
-            # after it.
             latents, history = solver.advance(latents, velocity, sigmas, step, history)
             continue
 
         transition = compute_transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
-        next_latents = sample_next_latents(transition, copy_ahead(next(noises), device))
+        next_latents = sample_next_latents(transition, next(noises))
         if step in trained:
+            # The state before a step is that after the one before, if that was trained, too.
+            if step - 1 not in trained:
+                recorded["states"].append(latents)
+            recorded["states"].append(next_latents)
             log_prob = compute_log_prob(transition, next_latents, model.latent_shape)
-            recorder.add_step(step, latents, next_latents, log_prob, transition.mean)
+            recorded["log_probs"].append(log_prob)
+            if plan and plan.with_means:
+                recorded["means"].append(transition.mean)
             if with_graph:
                 velocities.append(velocity)
-        # A multistep solver that takes the steps after the window begins with this step as history,
-        # as in MixGRPO's code.
+        # As in MixGRPO's code, a multistep tail begins with the last stochastic step as history.
         if steps.solvers[step + 1].multistep:
             history = SolverHistory(latents, latents - sigmas[step] * velocity)
         latents = next_latents
 
     if not trained:
         return Rollouts(latents, None)
-    trajectory = recorder.build_trajectory(sigmas, device)
+    columns = {name: torch.stack(values, 1) for name, values in recorded.items()}
+    trajectory = Trajectory(sigmas, to_device(torch.tensor(trained), sigmas.device), **columns)
     return Rollouts(latents, trajectory, (tuple(velocities),) if with_graph else ())
 
 
-class _TrajectoryRecorder:
-    """Keeps what the trained steps of a micro-batch were, in their order."""
-
-    def __init__(self, trained: Sequence[int], with_means: bool) -> None:
-        self.trained = trained
-        self.with_means = with_means
-        self.states: list[Tensor] = []
-        self.log_probs: list[Tensor] = []
-        self.means: list[Tensor] = []
-
-    def add_step(
-        self, step: int, latents: Tensor, next_latents: Tensor, log_prob: Tensor, mean: Tensor
-    ) -> None:
-        """Keep a step from ``latents`` to ``next_latents``, [N, ...]; ``log_prob`` is [N], or
-        [N, K] of several latents.
-        """
-        # The state before a step is that after the one before, if that was trained, too.
-        if step - 1 not in self.trained:
-            self.states.append(latents)
-        self.states.append(next_latents)
-        self.log_probs.append(log_prob)
-        if self.with_means:
-            self.means.append(mean)
-
-    def build_trajectory(self, sigmas: Tensor, device: torch.device) -> Trajectory:
-        return Trajectory(
-            sigmas,
-            to_device(torch.tensor(self.trained), device),
-            torch.stack(self.states, 1),  # [N, K, ...]
-            torch.stack(self.log_probs, 1),  # [N, W]
-            torch.stack(self.means, 1) if self.means else None,  # [N, W, ...]
-        )
-
-
 def _generate_noises(
-    shape: Sequence[int], keys: SampleKeys, indices: Sequence[int]
+    shape: Sequence[int], keys: SampleKeys, stochastic: Iterable[int], device: torch.device
 ) -> Iterator[Tensor]:
-    """Yield the noise of each of some step indices, float32 [N, *shape]; a thread generates the
-    next one meanwhile, so that the network does not wait for it.
+    """Yield the initial noise and that of each stochastic step on a device, float32 [N, *shape]; a
+    thread generates the next one meanwhile, so that the network does not wait for it.
     """
+    indices = [step + 1 for step in sorted(stochastic)]
     with ThreadPoolExecutor(1) as thread:
-        pending = deque([thread.submit(generate_shared_noise, shape, keys, indices[0])])
-        for following in indices[1:]:
-            pending.append(thread.submit(generate_shared_noise, shape, keys, following))
+        pending = thread.submit(generate_shared_noise, shape, keys, INITIAL)
+        for following in indices:
+            noise = pending.result()
             # The one after ``following`` waits until this one is taken: two are held at most.
-            yield pending.popleft().result()
-        yield pending.popleft().result()
+            pending = thread.submit(generate_shared_noise, shape, keys, following)
+            yield copy_ahead(noise, device)
+        yield copy_ahead(pending.result(), device)
 
 
-def _find_distinct_rows(keys: SampleKeys, conditioning: Conditioning, count: int) -> DistinctRows:
-    """Find one sample of each ``count`` successive samples of a prompt, which are equal."""
-    if count == 1:
-        everything = slice(None)
-        return DistinctRows(everything, everything, conditioning)
-    nodes = np.stack([keys.prompt_ids, keys.find_first_siblings(count)])  # [2, N]
-    _, first, row_of_sample = np.unique(nodes, axis=1, return_index=True, return_inverse=True)
-    device = conditioning.device
-    positions = to_device(torch.from_numpy(first), device)
-    # NumPy 2.0 alone gives the inverse another shape.
-    rows = torch.from_numpy(row_of_sample.reshape(-1)).to(device)
-    return DistinctRows(positions, rows, conditioning.select_rows(positions))
+def _predict_distinct_rows(
+    model: Model,
+    latents: Tensor,
+    sigmas: Tensor,
+    step: int,
+    rows: DistinctRows,
+    precision: Precision,
+) -> Tensor:
+    """Predict the velocity of each sample, [N, ...], with one prediction for those that are equal
+    before the step.
+    """
+    distinct_latents = latents[rows.first]  # [D, ...], D < N
+    sigma = expand_sigma(sigmas, step, len(distinct_latents))
+    velocity = predict(model, distinct_latents, sigma, rows.conditioning, precision)
+    return velocity[rows.row_of_sample]
+
+
+def _find_distinct_rows(
+    keys: SampleKeys, conditioning: Conditioning, steps: DenoisingSteps, trained: Sequence[int]
+) -> dict[int, DistinctRows]:
+    """Find the samples that differ before each of the steps before which some are equal."""
+    samples_per_prediction = count_samples_per_prediction(
+        keys.sharing, len(steps.solvers), steps.stochastic, trained
+    )
+    # Few numbers differ, so the rows are found once for each number and not once for each step.
+    rows = {}
+    for count in set(samples_per_prediction) - {1}:
+        nodes = np.stack([keys.prompt_ids, keys.find_first_siblings(count)])  # [2, N]
+        _, first, row_of_sample = np.unique(nodes, axis=1, return_index=True, return_inverse=True)
+        device = conditioning.device
+        positions = to_device(torch.from_numpy(first), device)
+        rows[count] = DistinctRows(
+            positions,
+            # NumPy 2.0 alone gives the inverse another shape.
+            torch.from_numpy(row_of_sample.reshape(-1)).to(device),
+            conditioning.select_rows(positions),
+        )
+    return {step: rows[count] for step, count in enumerate(samples_per_prediction) if count > 1}
 
 
 def _choose_solvers(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -> DenoisingSteps:
