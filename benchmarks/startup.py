@@ -30,6 +30,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.tiny_models import build_tiny
 from ebbflow.recipe import Recipe
 from ebbflow.storage.artifacts import digest_of_folder
+from ebbflow.tracking.ui import SERVER_SETTINGS
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -220,9 +221,7 @@ def measure_cpu_seconds(command: list[str], tree: Path, inputs: Path) -> float:
             "HOME": folder,
             "TMPDIR": folder,
             "PYTHONPATH": str(tree),
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-            # As `ebbflow ui` sets it: further processes, which looking at runs does not need.
-            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            **SERVER_SETTINGS,  # as `ebbflow ui` has them
         }
         environment = {
             name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"

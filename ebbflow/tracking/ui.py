@@ -25,6 +25,12 @@ traces, which hides the registry.
 """
 START_SECONDS = 300
 """Its imports take seconds, and a minute on a busy laptop."""
+SERVER_SETTINGS = {
+    # Further processes, each an interpreter that imports MLflow; runs and versions need none.
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""Variables for an MLflow server that only stores and shows runs and versions."""
 
 
 def list_pages(server: str, experiment_id: str) -> dict[str, str]:
@@ -112,11 +118,9 @@ def _start_server(uri: str, port: int) -> subprocess.Popen[bytes]:
         "ui",
         *(word for option in options.items() for word in option),
     ]
-    # no job execution: it is further processes, and looking at runs needs none of them
-    lean = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     _check_port_free(port)
     # a session of its own: the server has children, and the whole group is killed at the end
-    return subprocess.Popen(command, env=os.environ | lean, start_new_session=True)
+    return subprocess.Popen(command, env=os.environ | SERVER_SETTINGS, start_new_session=True)
 
 
 def _check_port_free(port: int) -> None:

@@ -29,6 +29,7 @@ from ebbflow.tracking.child_run import RunLogger, open_node_run
 from ebbflow.tracking.outage import deliver_saved_records
 from ebbflow.tracking.parent_run import log_results, start_run
 from ebbflow.tracking.store import connect_to_store
+from ebbflow.tracking.ui import SERVER_SETTINGS
 
 FAST = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -68,10 +69,7 @@ class Server:
             str(self.folder / "a"),
         ]
         with (self.folder / "server.log").open("ab") as log:
-            environment = os.environ | {
-                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-                "MLFLOW_TRACKING_URI": "",
-            }
+            environment = os.environ | SERVER_SETTINGS | {"MLFLOW_TRACKING_URI": ""}
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
             )

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
+from ebbflow.tracking.ui import SERVER_SETTINGS
 from tests.pipeline.conftest import PYFLYTE
 
 KEY = "pod"
@@ -80,7 +81,7 @@ def tracking_server(
         server = subprocess.Popen(
             command,
             cwd=folder,
-            env=os.environ | (environment or {}),
+            env=os.environ | SERVER_SETTINGS | (environment or {}),
             stdout=log,
             stderr=subprocess.STDOUT,
         )

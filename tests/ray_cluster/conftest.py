@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 from moto.server import ThreadedMotoServer
 
+from ebbflow.tracking.ui import SERVER_SETTINGS
 from tests.containers.conftest import TOOL, build_base_image
 from tests.pipeline.conftest import package
 from tests.pipeline.pods import Package, decoded
@@ -87,7 +88,13 @@ def _mlflow_server(port: int, folder: Path) -> Iterator[None]:
     options = ["--host", GATEWAY, "--port", str(port), "--workers", "1", *stores]
     with (folder / "log").open("w") as log:
         command = [str(Path(sys.executable).with_name("mlflow")), "server", *options]
-        server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | SERVER_SETTINGS,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     try:
         while not _answers(f"http://{GATEWAY}:{port}/health"):
             assert server.poll() is None, (folder / "log").read_text()[-3000:]
