@@ -67,14 +67,30 @@ def count_step_bytes(
 def encodes_between_steps(ctx: StageContext) -> bool:
     """Return whether a stage has too many prompts to encode all of them before its first step."""
     config = ctx.config
-    if isinstance(config, OnlineStageConfig) and config.prompts_depend_on_rewards:
-        return False
+    if isinstance(config, OnlineStageConfig):
+        if config.validation and config.validation.prompts > PROMPTS_PER_WINDOW:
+            return True
+        if config.prompts_depend_on_rewards:
+            return False
     return _count_prompts(ctx) > PROMPTS_PER_WINDOW
 
 
 def count_encoded_prompts(ctx: StageContext) -> int:
-    """Return how many encoded prompts a stage has at a time, at most: those of two windows, as its
-    rollouts may be in the next one already.
+    """Return how many encoded prompts a stage has at a time, at most, those of its validations
+    included.
+    """
+    config = ctx.config
+    count = _count_training_prompts(ctx)
+    if isinstance(config, OnlineStageConfig) and config.validation:
+        # One window: the one before is forgotten when all its samples are scored.
+        at_once = max(PROMPTS_PER_WINDOW, config.micro_batch)
+        count += min(config.validation.prompts, at_once)
+    return count
+
+
+def _count_training_prompts(ctx: StageContext) -> int:
+    """Return how many encoded prompts a stage has for its steps, at most: those of two windows, as
+    its rollouts may be in the next one already.
     """
     config = ctx.config
     count = _count_prompts(ctx)

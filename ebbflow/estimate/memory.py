@@ -242,29 +242,22 @@ class ProcessMemory:
         )
 
     def evaluation_memory(self) -> Memory:
-        """Return the memory of an evaluation, which keeps all its samples until it has scored
-        them.
-        """
-        prompts = self.recipe.prompts.validation + self.recipe.prompts.held_out
-        samples = self.recipe.num_evaluated
+        """Return the memory of an evaluation, which has a micro-batch on the GPU at a time."""
+        samples = min(self.recipe.num_evaluated, self.recipe.evaluation.micro_batch)
         precision = self.recipe.model.precision
         # Each branch is evaluated with its own rewards; the largest networks count.
         rewards = [
             self.recipe.select_branch(branch).rewards for branch in (None, *self.recipe.branches)
         ]
-        # The drift takes two velocities (of the policy and of the base model) and their squared
-        # difference for each of its noise levels, a micro-batch at a time.
-        compared = min(prompts, self.recipe.evaluation.micro_batch)
+        # Latents before and after a step. The drift takes two velocities (of the policy and of the
+        # base model) and their squared difference for each of its noise levels.
+        num_latents = 2 + 3 * len(DRIFT_SIGMAS)
         return Memory(
             weights=self.weight_bytes(precision),
             copies=2 * 4 * self.trained,
-            activations=self._generation_bytes(
-                samples, self.recipe.evaluation.micro_batch, precision
-            )
+            activations=self._generation_bytes(samples, samples, precision)
             + self.merged_weight_bytes(precision),
-            samples=prompts * self.prompt_bytes
-            + compared * self.latent_bytes * 3 * len(DRIFT_SIGMAS)
-            + samples * self.latent_bytes * 2,
+            samples=samples * (self.prompt_bytes + num_latents * self.latent_bytes),
             others=max(map(_reward_weight_bytes, rewards))
             + _reward_weight_bytes(self.recipe.guardrails),
             loading=self._loading_bytes(1),

@@ -306,14 +306,9 @@ class OnlineLoop:
         self.embeddings = PromptWindows(self.sampler.list_windows(), self.config.negative_gradient)
         steps_in_flight = list_steps_in_flight(newest[0]) if newest else []
         await self._encode_windows(min([*steps_in_flight, self.state.step]), self.state.step)
-        # Validation prompts are encoded apart: prompts are padded to the longest of those encoded
-        # together, and validation must not change training.
-        validation_embeddings = None
-        if self.validation:
-            validation_embeddings = await self._encode_prompts(self.validation)
         self.queue = open_queue(ctx, self.workers, self.sampler, self.embeddings, self.state.step)
         self.monitor = StageMonitor(
-            ctx, self.queue, self.recorder, self.validation, validation_embeddings
+            ctx, self.queue, self.recorder, self.validation, self._encode_prompts
         )
         # After the queue exists: the checkpoint's rollouts go into it, already generated.
         if newest:

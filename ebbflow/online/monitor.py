@@ -8,7 +8,8 @@ import json
 import math
 import time
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from ebbflow.data.images import encode_pngs
+from ebbflow.data.prompt_windows import build_prompt_windows
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import SamplingError
 from ebbflow.evaluation.evaluate import average_metrics, build_evaluation_keys
-from ebbflow.models.encoding import Embeddings
+from ebbflow.models.encoding import Embeddings, Encode, PromptWindows
 from ebbflow.online.messages import RolloutBatch, RolloutRequest, ScoredRollouts
 from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
 from ebbflow.online.timeline import Timeline
@@ -34,9 +36,10 @@ class StageMonitor:
 
     Args:
         prompts: the validation prompts.
-        embeddings: theirs, where there are any.
+        encode: encodes prompts together, on all training ranks; needed where there are any.
 
     Attributes:
+        embeddings: the validation prompts in windows of micro-batches.
         timeline: what the workers did so far.
         score: mean reward of the policy as it is, where it was just validated.
     """
@@ -47,14 +50,18 @@ class StageMonitor:
         queue: RolloutQueue,
         metrics_logger: MetricsLogger,
         prompts: Sequence[Prompt] = (),
-        embeddings: Embeddings | None = None,
+        encode: Callable[[Sequence[Prompt]], Awaitable[Embeddings]] | None = None,
     ) -> None:
         self.ctx = ctx
         self.queue = queue
         self.workers = queue.workers
         self.metrics_logger = metrics_logger
         self.prompts = prompts
-        self.embeddings = embeddings
+        self.encode = encode
+        # Encoded apart from those of training: prompts are padded to the longest of their window,
+        # and validation must not change training.
+        batches = split_validation(prompts, ctx.config.micro_batch)
+        self.embeddings = PromptWindows(build_prompt_windows(batches))
         self.timeline = Timeline(ctx.online_config.resources, queue.num_processes)
         self.score: float | None = None
 
@@ -140,9 +147,15 @@ class StageMonitor:
             if served == rolled_out
             else await self.workers.publish_weights(version, served)
         )
-        assert self.embeddings is not None
-        requests = build_validation_requests(self.ctx, self.prompts, self.embeddings, version)
-        parts = await self.queue.generate_and_score_all(requests, weights, with_guards=True)
+        parts: list[ScoredRollouts] = []
+        for window in self.embeddings.windows:
+            # One window is encoded once for all validations; several are encoded in each of them.
+            for missing in self.embeddings.list_missing(window.steps):
+                assert self.encode is not None
+                self.embeddings.add(missing, await self.encode(missing.prompts))
+            encode = partial(self.embeddings, window.steps.start)
+            requests = build_validation_requests(self.ctx, window.prompts, encode, version)
+            parts += await self.queue.generate_and_score_all(requests, weights, with_guards=True)
         if served != rolled_out:
             # Back to the copy that rolls out: the engine of this process switches copies when it is
             # told.
@@ -223,8 +236,15 @@ def read_validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
     return prompts
 
 
+def split_validation(prompts: Sequence[Prompt], micro_batch: int) -> list[list[Prompt]]:
+    """Split validation prompts into those of each request."""
+    return [
+        list(prompts[start : start + micro_batch]) for start in range(0, len(prompts), micro_batch)
+    ]
+
+
 def build_validation_requests(
-    ctx: StageContext, prompts: Sequence[Prompt], embeddings: Embeddings, version: int
+    ctx: StageContext, prompts: Sequence[Prompt], encode: Encode, version: int
 ) -> list[RolloutRequest]:
     """One sample per prompt with the noise, the sampler and the steps of an evaluation, in requests
     of a micro-batch.
@@ -232,14 +252,12 @@ def build_validation_requests(
     Their size is that of the stage's rollouts: a validation may be as frequent as it is cheap.
     """
     sampler = ctx.recipe.evaluation.sampler_with_steps
-    size = ctx.config.micro_batch
     scored = [*ctx.branch_recipe.rewards, *ctx.branch_recipe.guardrails]
-    batches = [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
     return [
         RolloutRequest(
             version,
             batch,
-            embeddings(batch),
+            encode(batch),
             np.arange(len(batch)),
             build_evaluation_keys(batch),
             sampler,
@@ -247,7 +265,7 @@ def build_validation_requests(
             task="validation",
             with_sound=reads_any(scored, "sounds"),
         )
-        for batch in batches
+        for batch in split_validation(prompts, ctx.config.micro_batch)
     ]
 
 

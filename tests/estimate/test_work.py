@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ebbflow.data.prompt_windows import PROMPTS_PER_WINDOW
+from ebbflow.estimate.main_memory import count_encoded_prompts, encodes_between_steps
 from ebbflow.estimate.run import estimate_recipe
 from ebbflow.estimate.work import (
     KEY_BYTES,
@@ -274,6 +275,20 @@ def test_of_many_prompts_two_windows_lie_encoded_on_the_disk(make_recipe, kind):
         chosen = estimate(4 * PROMPTS_PER_WINDOW, curriculum={})
         assert chosen.embeddings == 4 * PROMPTS_PER_WINDOW * chosen.prompt
         assert encoding_of(chosen) == encoding_of(at_once)
+
+
+def test_a_validation_has_a_window_of_its_prompts_beside_those_of_the_steps(make_recipe):
+    def build(count):
+        keys = {"steps": 5, "prompts_per_step": 3, "validation": {"every": 5, "prompts": count}}
+        recipe = make_recipe(keys, prompts={"count": 90000, "validation": count})
+        return StageContext(recipe, 0, 0)
+
+    few = build(100)
+    many = build(4 * PROMPTS_PER_WINDOW)
+    assert count_encoded_prompts(few) == 5 * 3 + 100
+    assert count_encoded_prompts(many) == 5 * 3 + PROMPTS_PER_WINDOW
+    assert not encodes_between_steps(few)
+    assert encodes_between_steps(many)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ import torch
 from PIL import Image
 
 from ebbflow.data.images import decode_pngs
+from ebbflow.data.prompt_windows import PromptWindow
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.sampling import SamplingError
 from ebbflow.data.schema import PROMPTS
 from ebbflow.evaluation.evaluate import evaluate_on_prompts
 from ebbflow.models import load_model
+from ebbflow.online import monitor, training_worker
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.messages import TaskTimer, TraceSpan
 from ebbflow.online.monitor import read_validation_prompts
@@ -231,6 +233,34 @@ def test_a_validation_is_an_evaluation_of_what_would_be_served(
             )
     first, last = (metrics_logger.tables[f"validation/step-0000{step}"] for step in (0, 3))
     assert first != last
+
+
+def build_window_of_each_batch(batches):
+    """Windows of validation alone: those of training encode, and so round, as they do."""
+    return [PromptWindow(range(step, step + 1), batch) for step, batch in enumerate(batches)]
+
+
+def test_a_validation_in_windows_has_the_samples_of_one_window(run, monkeypatch):
+    encoded = []
+    embed_prompts = training_worker.embed_prompts
+
+    def watch(model, prompts, negatives):
+        if prompts[0].split == "validation":
+            encoded.append(len(prompts))
+        return embed_prompts(model, prompts, negatives)
+
+    monkeypatch.setattr(training_worker, "embed_prompts", watch)
+    keys = {"steps": 2, "group_size": 2, "micro_batch": 2, "validation": {"every": 1, "prompts": 3}}
+    _, whole_policy, whole, *_ = run(**keys)
+    assert encoded == [3]  # once, for the validations of steps 0, 1 and 2
+    encoded.clear()
+    monkeypatch.setattr(monitor, "build_prompt_windows", build_window_of_each_batch)
+    _, policy, in_windows, *_ = run(**keys)
+    assert encoded == [2, 1] * 3
+    assert in_windows.tables == whole.tables
+    assert in_windows.validated() == whole.validated()
+    for name, values in whole_policy.parameters.items():
+        assert torch.equal(policy.parameters[name], values)
 
 
 def test_without_validation_the_guards_rest(run):
