@@ -26,8 +26,8 @@ from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.plugins import check_members, import_object
 from ebbflow.recipe.rollout_cache import Quantization
-from ebbflow.rollouts.engine import PATHS, Diffusers, Engine
-from ebbflow.rollouts.generate import Rollouts
+from ebbflow.rollouts.engine import PATHS, Engine
+from ebbflow.rollouts.generate import Diffusers, Rollouts
 from ebbflow.rollouts.quantization import quantize_linears
 from ebbflow.rollouts.weights import WeightsVersion, compute_checksum
 from ebbflow.stage import StageContext

@@ -33,7 +33,8 @@ from ebbflow.offline.shards import (
 )
 from ebbflow.progress import show_progress
 from ebbflow.recipe.choices import ENGINES_WITH_OWN_NOISE
-from ebbflow.rollouts.engine import Diffusers, Engine, build_text_arguments, open_engine
+from ebbflow.rollouts.engine import Engine, build_text_arguments, open_engine
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import open_table_writer

@@ -29,7 +29,8 @@ from ebbflow.online.workers import StageError
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.recipe.rewards import select_trained
 from ebbflow.rewards.combine import Scorer, load_scorer
-from ebbflow.rollouts.engine import Diffusers, open_engine
+from ebbflow.rollouts.engine import open_engine
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
 from ebbflow.storage.disk import safe_join

@@ -18,8 +18,8 @@ from ebbflow.evaluation.image_statistics import compute_image_statistics
 from ebbflow.models.base import generate_in_size
 from ebbflow.online.messages import RolloutReport, RolloutRequest, TaskTimer, TraceSpan
 from ebbflow.rewards.combine import Scorer, ScoreTable
-from ebbflow.rollouts.engine import Diffusers, Engine, build_text_arguments
-from ebbflow.rollouts.generate import Rollouts, find_finite_rows
+from ebbflow.rollouts.engine import Engine, build_text_arguments
+from ebbflow.rollouts.generate import Diffusers, Rollouts, find_finite_rows
 from ebbflow.rollouts.weights import Tensors, WeightsVersion
 
 
@@ -54,17 +54,20 @@ class RolloutWorker:
         receive_seconds = self._load_weights(weights, request.step)
         sized: AbstractContextManager[None] = nullcontext()
         generate: Callable[..., tuple[Rollouts, np.ndarray]] = self.engine.generate
-        if request.size or request.cache or request.quantization:
-            assert isinstance(self.engine, Diffusers), (
-                "the recipe rejects several sizes, caches and 8 bits of other engines"
-            )
+        if isinstance(self.engine, Diffusers):
             sized = generate_in_size(self.engine.policy.model, request.size)
             generate = partial(
-                self.engine.generate, cache=request.cache, quantization=request.quantization
+                generate,
+                cache=request.cache,
+                quantization=request.quantization,
+                with_sound=request.with_sound,
             )
-        if request.with_sound and isinstance(self.engine, Diffusers):
-            generate = partial(generate, with_sound=True)
-        generate = partial(generate, **build_text_arguments(self.engine, request.prompts))
+        else:
+            for option in (request.size, request.cache, request.quantization):
+                assert option is None, (
+                    "the recipe rejects several sizes, caches and 8 bits of other engines"
+                )
+            generate = partial(generate, **build_text_arguments(self.engine, request.prompts))
         with (
             self.timer.time_task(request.task, request.step, request.profiled),
             sized,

@@ -35,7 +35,7 @@ from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe.online import Role, ScoringConfig
 from ebbflow.rewards.base import RewardError
 from ebbflow.rewards.combine import Scorer
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
 from ebbflow.training.update import PolicyUpdater

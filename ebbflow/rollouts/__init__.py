@@ -11,9 +11,8 @@ Why
     it may generate.
 
 How
-    - ``generate`` is the reference: diffusers' network under our own denoising loop. ``engine`` has
-      the ``Engine`` protocol, ``Diffusers`` (the reference as an engine) and ``open_engine`` for
-      all others, a user's own too.
+    - ``generate`` is the reference, ``Diffusers``: diffusers' network under our own denoising loop.
+      ``engine`` has the ``Engine`` protocol and ``open_engine`` for all others, a user's own too.
     - ``parity`` is the gate: the training policy replays what another engine generated.
     - ``vllm_omni`` runs in an environment of its own; ``wire`` is what both sides say, ``weights``
       how weights travel.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,14 +26,22 @@ from ebbflow.flow.sampler import (
     sample_next_latents,
 )
 from ebbflow.flow.windows import Plan, Trajectory, count_samples_per_prediction, shorten_schedule
-from ebbflow.models.base import Conditioning, Model, predict
+from ebbflow.models.base import Conditioning, Model, device_of, predict
+from ebbflow.models.sound import decode_sounds
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.passes import split_into_equal_passes
-from ebbflow.recipe.rollout_cache import FeatureCacheConfig
+from ebbflow.recipe.rollout_cache import FeatureCacheConfig, Quantization
 from ebbflow.recipe.samplers import STOCHASTIC_SAMPLERS
 from ebbflow.rollouts.feature_cache import cache_features
+from ebbflow.rollouts.quantization import quantize_linears
+from ebbflow.training.object_messages import gather_objects
 from ebbflow.training.rollout_forward import RolloutVelocities
+
+if TYPE_CHECKING:
+    # Not loaded in an engine's own process, which generates without them.
+    from ebbflow.stage import StageContext
+    from ebbflow.training.policy import Policy
 
 TAIL_SOLVER = "dpm_solver"
 """Takes the fewer steps after the window of a plan with a tail, as in MixGRPO-Flash."""
@@ -326,3 +334,100 @@ def _choose_solvers(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -
         solvers[end:] = [find_sampler(TAIL_SOLVER)] * (len(tail) - 1)
         sigmas = to_device(torch.cat([schedule[:end], tail]), sigmas.device)
     return DenoisingSteps(sigmas, solvers, stochastic)
+
+
+class Diffusers:
+    """The reference engine: diffusers' network in this process, under our own denoising loop.
+
+    Args:
+        policy: the parameters that generate; the policy that trains needs no ``load``.
+        generates: which copy of the policy generates.
+        with_graph: as of ``generate_samples``, for samples that are recorded.
+    """
+
+    def __init__(
+        self,
+        ctx: StageContext,
+        policy: Policy,
+        generates: str = "current",
+        with_graph: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.generates = generates
+        self.with_graph = with_graph
+        self.micro_batch = ctx.config.micro_batch
+        self.precision = ctx.config.rollout_precision
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        self.policy.assign_parameters(weights)
+
+    def generate(
+        self,
+        conditioning: Conditioning,
+        keys: SampleKeys,
+        sampler: SamplerConfig,
+        plan: Plan | None = None,
+        cache: FeatureCacheConfig | None = None,
+        quantization: Quantization | None = None,
+        with_sound: bool = False,
+    ) -> tuple[Rollouts, np.ndarray]:
+        """As the protocol; ``cache`` as of ``generate_samples``, for samples to train on, and the
+        network quantised likewise; with the sounds of the samples where something scores them.
+
+        Raises:
+            ValueError: a plan, whose log-probs must be those of the network, with either.
+            ModelError: the network cannot generate so.
+        """
+        model = self.policy.model
+        if plan is not None and quantization is not None:
+            raise ValueError(
+                "the log-probabilities of a plan are those of the network, and"
+                f" {quantization!r} rounds it; leave one of them out"
+            )
+        # Requests carry their conditioning on the CPU, as they travel between processes.
+        conditioning = conditioning.to(device_of(model))
+        # A trajectory is compared with the predictions of training: it must come from the same
+        # products.
+        merged = nullcontext() if plan else self.policy.merge_adapters(self.precision)
+        rounded: AbstractContextManager[None] = nullcontext()
+        if quantization is not None:
+            rounded = quantize_linears(model, quantization)
+        # Read at every call, because a validation may have it generate with another copy.
+        with (
+            self.policy.use_copy(self.generates),
+            merged,
+            rounded,
+        ):
+            rollouts = generate_samples(
+                model,
+                conditioning,
+                keys,
+                sampler,
+                plan,
+                self.micro_batch,
+                self.precision,
+                self.with_graph,
+                cache,
+            )
+        if with_sound:
+            rollouts = replace(rollouts, sounds=decode_sounds(model, rollouts.latents))
+        # As many at once as were denoised: a convolution may take another kernel for another batch
+        # size, as on Intel CPUs.
+        slices = split_into_equal_passes(len(rollouts.latents), self.micro_batch)
+        parts = [rollouts.latents[part] for part in slices]
+        if self.policy.context_parallel > 1:
+            return rollouts, np.concatenate(self._decode_on_ranks(parts))
+        return rollouts, np.concatenate([model.decode_latents(part) for part in parts])
+
+    def _decode_on_ranks(self, parts: Sequence[Tensor]) -> list[np.ndarray]:
+        """Decode parts of latents with the ranks that share their tokens: all of them have the
+        whole latents, and each decodes some parts.
+        """
+        num_ranks = self.policy.context_parallel
+        place = self.policy.ranks.rank % num_ranks
+        decoded = [self.policy.model.decode_latents(part) for part in parts[place::num_ranks]]
+        of_ranks = gather_objects(decoded, self.policy.row_group)
+        return [of_ranks[index % num_ranks][index // num_ranks] for index in range(len(parts))]
+
+    def close(self) -> None:
+        """There is nothing outside this process."""

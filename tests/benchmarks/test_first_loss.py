@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MAX_FUNCTIONS = 173  # wanted: 150
-MAX_FILES = 43  # wanted: 30
+MAX_FUNCTIONS = 172  # wanted: 150
+MAX_FILES = 42  # wanted: 30
 MAX_TYPES = 26  # of which 11 hold a sample between the request and the loss; wanted: 8
 
 

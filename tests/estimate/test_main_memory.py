@@ -12,7 +12,7 @@ from ebbflow.estimate.text import describe_estimate
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import plan_window
 from ebbflow.models import load_model
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 

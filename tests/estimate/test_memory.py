@@ -20,7 +20,7 @@ from ebbflow.models.sizes import measure_model
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.workers import open_local_workers
 from ebbflow.recipe.registry import REWARDS
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater

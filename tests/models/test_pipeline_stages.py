@@ -21,8 +21,7 @@ from ebbflow.online.workers import LocalWorkers, open_local_workers
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import Scorer
-from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import generate_samples
+from ebbflow.rollouts.generate import Diffusers, generate_samples
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.batches import build_forward_batch, count_micro_batches
 from ebbflow.training.policy import Policy

@@ -359,7 +359,7 @@ def test_how_latents_lie_in_memory_makes_no_difference(
     def turned(*arguments, **options):
         return Rollouts(generate_samples(*arguments, **options).latents.mT.contiguous().mT, None)
 
-    monkeypatch.setattr("ebbflow.rollouts.engine.generate_samples", turned)
+    monkeypatch.setattr("ebbflow.rollouts.generate.generate_samples", turned)
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "turned.parquet")
     assert torch.equal(read_latents(tmp_path / "turned.parquet"), read_latents(shards[0]))
 

@@ -36,7 +36,7 @@ from ebbflow.recipe import RecipeError
 from ebbflow.recipe.online import ResourcesConfig
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy import Policy

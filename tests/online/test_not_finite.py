@@ -11,7 +11,7 @@ from ebbflow.models import load_model
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.workers import open_local_workers
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
@@ -22,8 +22,8 @@ def broken(monkeypatch):
     """One sample of every part has a latent that is not finite."""
     whole = Diffusers.generate
 
-    def generate(engine, *arguments):
-        rollouts, images = whole(engine, *arguments)
+    def generate(engine, *arguments, **options):
+        rollouts, images = whole(engine, *arguments, **options)
         latents = rollouts.latents.clone()
         latents[1].flatten()[3] = float("nan")
         return replace(rollouts, latents=latents), images

@@ -34,7 +34,7 @@ from ebbflow.recipe import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.online import CurriculumConfig
 from ebbflow.rewards.combine import RewardError, Scorer
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.checkpoint import CheckpointError

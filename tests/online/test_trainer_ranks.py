@@ -30,8 +30,7 @@ from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import Reward
 from ebbflow.rewards.combine import Scorer
-from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import Rollouts, generate_samples
+from ebbflow.rollouts.generate import Diffusers, Rollouts, generate_samples
 from ebbflow.rollouts.weights import TransferError
 from ebbflow.stage import StageContext
 from ebbflow.training.batches import count_shared_micro_batches, shard_for_rank

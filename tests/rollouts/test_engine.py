@@ -8,8 +8,7 @@ import torch
 from ebbflow.flow.windows import Plan
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import generate_samples
+from ebbflow.rollouts.generate import Diffusers, generate_samples
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 from tests.parameters import move

@@ -25,9 +25,8 @@ from ebbflow.recipe.rollout_cache import (
     TaylorSeerCacheConfig,
 )
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.feature_cache import cache_features
-from ebbflow.rollouts.generate import generate_samples
+from ebbflow.rollouts.generate import Diffusers, generate_samples
 from ebbflow.rollouts.mag_ratios import measure_mag_ratios
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext

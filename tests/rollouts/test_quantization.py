@@ -33,8 +33,8 @@ from ebbflow.recipe.digest import compute_digest
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.rollout_cache import require_quantization, require_whole_weights
-from ebbflow.rollouts import engine
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts import generate as generate_module
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.rollouts.quantization import quantize_linears
 from ebbflow.rollouts.step_comparison import NOISE_MULTIPLE
 from ebbflow.rollouts.weights import WeightsVersion
@@ -185,7 +185,7 @@ def test_samples_to_train_on_are_generated_so(
         asked.append(quantization)
         return quantize_linears(model, quantization)
 
-    monkeypatch.setattr(engine, "quantize_linears", watch)
+    monkeypatch.setattr(generate_module, "quantize_linears", watch)
     policy = Policy(trained_model, PolicyConfig(train="full"), 0)
     policy.ensure_copy("old")
     write_shard(offline, trained_model, policy, 0, make_prompts(2), 0, tmp_path / "shard.parquet")

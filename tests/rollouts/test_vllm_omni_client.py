@@ -26,8 +26,7 @@ from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.rollouts import vllm_omni
-from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import generate_samples
+from ebbflow.rollouts.generate import Diffusers, generate_samples
 from ebbflow.rollouts.vllm_omni import VARIABLE, EngineError, VllmOmni
 from ebbflow.rollouts.weights import compute_checksum
 from ebbflow.rollouts.wire import Task, pack_rollouts, serve_calls

@@ -17,7 +17,7 @@ from ebbflow.models import load_model
 from ebbflow.models.families.qwen_image_edit import QwenImageEditModel
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.rollouts.vllm_omni import VARIABLE, VllmOmni
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy

@@ -14,7 +14,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.rollouts.engine import Diffusers
+from ebbflow.rollouts.generate import Diffusers
 from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
