@@ -71,9 +71,8 @@ class SampleKeys:
 
     def find_noise_owners(self, index: int) -> list[int]:
         """Return the sample whose noise with a step index each sample has, [N]."""
-        if index >= len(self.sharing):
-            return list(self.samples)
-        return self.find_first_siblings(self.sharing[index])
+        count = self.sharing[index] if index < len(self.sharing) else 1
+        return self.find_first_siblings(count)
 
     def find_first_siblings(self, count: int) -> list[int]:
         """Return the first of each ``count`` samples with successive numbers, [N]."""
@@ -123,4 +122,5 @@ def generate_shared_noise(shape: Sequence[int], keys: SampleKeys, index: int) ->
     """
     # Samples that share a noise generate it again from its owner's key: no batch has to contain
     # the owner.
-    return generate_noise(shape, keys.seed, keys.prompt_ids, keys.find_noise_owners(index), index)
+    owners = keys.find_noise_owners(index) if keys.sharing else keys.samples
+    return generate_noise(shape, keys.seed, keys.prompt_ids, owners, index)

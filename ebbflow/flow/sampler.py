@@ -143,20 +143,37 @@ class Sampler:
         return self.sde_transition(latents, velocity, sigmas, step, no_noise).mean, None
 
     def sde_transition(
-        self, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, scale: Tensor
+        self,
+        latents: Tensor,
+        velocity: Tensor,
+        sigmas: Tensor,
+        step: int | Tensor,
+        scale: Tensor,
+        noise_share: Tensor | None = None,
     ) -> Transition:
         """Compute the transition of an SDE with the noise ``scale`` s of this step, scalar or [N].
 
         The drift is corrected for the noise that the step injects, so that x' has the marginal of
         sigma': a = sigma' - s^2 |dt| / (2 sigma), b = s sqrt|dt|.
+
+        Args:
+            noise_share: a, scalar or [N], of a sampler that corrects the drift in its own way.
         """
         sigma = sigmas[step]
         sigma_next = sigmas[step + 1]
         dt = sigma_next - sigma
         # a = sigma' - s^2 |dt| / (2 sigma), b = s sqrt|dt|. a^2 + b^2 is above sigma'^2 by about
         # s^2 dt^2 / sigma: late steps of a shifted schedule are long, and leave grain in the image.
-        noise_share = sigma_next - scale**2 * dt.abs() / (2 * sigma)
-        mean = mix_predictions(latents, velocity, sigma, sigma_next, noise_share)
+        if noise_share is None:
+            noise_share = sigma_next - scale**2 * dt.abs() / (2 * sigma)
+        # x0_hat = x - sigma v,   x1_hat = x + (1 - sigma) v
+        clean = latents - broadcast_rows(sigma, latents) * velocity
+        noise = latents + broadcast_rows(1 - sigma, latents) * velocity
+        # mu = (1 - sigma') x0_hat + a x1_hat
+        mean = (
+            broadcast_rows(1 - sigma_next, latents) * clean
+            + broadcast_rows(noise_share, latents) * noise
+        )
         return Transition(self, mean, scale * dt.abs().sqrt(), scale, dt)
 
 
@@ -246,19 +263,6 @@ def steps_to_zero(sigmas: Tensor, step: int) -> bool:
     from ebbflow.flow.host_values import read_on_host
 
     return step + 2 == len(sigmas) and float(read_on_host(sigmas)[-1]) == 0
-
-
-def mix_predictions(
-    latents: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, noise_share: Tensor
-) -> Tensor:
-    """Compute mu = (1 - sigma') x0_hat + a x1_hat, [N, ...], with ``noise_share`` a."""
-    # x0_hat = x - sigma v,   x1_hat = x + (1 - sigma) v
-    clean = latents - broadcast_rows(sigma, latents) * velocity
-    noise = latents + broadcast_rows(1 - sigma, latents) * velocity
-    return (
-        broadcast_rows(1 - sigma_next, latents) * clean
-        + broadcast_rows(noise_share, latents) * noise
-    )
 
 
 def broadcast_rows(value: Tensor, like: Tensor) -> Tensor:

@@ -133,10 +133,9 @@ def generate_samples(
     With a plan, its stochastic steps follow the sampler, the trained ones among them are recorded,
     and all others are deterministic: Euler's, or after the last stochastic one the plan's tail.
     Without one, every step but the last follows the sampler (its noise would stay in the image) and
-    nothing is recorded. The rows are split into micro-batches of equal size, at most
-    ``micro_batch``. These do not change a sample's noise; they can change the last bits of the
-    arithmetic. Samples of a micro-batch that are equal before a step are predicted once
-    (``count_samples_per_prediction``).
+    nothing is recorded. Micro-batches are of equal size, at most ``micro_batch``. They change no
+    sample's noise, but can change the last bits of the arithmetic. Samples of one that are equal
+    before a step are predicted once (``count_samples_per_prediction``).
 
     Args:
         precision: that of the network, by default the model's; latents, means and log-probs are

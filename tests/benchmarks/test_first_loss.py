@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MAX_FUNCTIONS = 172  # wanted: 150
+MAX_FUNCTIONS = 170  # wanted: 150
 MAX_FILES = 42  # wanted: 30
 MAX_TYPES = 26  # of which 11 hold a sample between the request and the loss; wanted: 8
 

@@ -7,9 +7,10 @@ Its published log-prob, -mean((x' - mu)^2), leaves out 1 / (2 b^2) and is no den
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ebbflow.flow.sampler import Sampler, Transition, mix_predictions
+from ebbflow.flow.sampler import Sampler, Transition
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,9 +36,11 @@ class CPS(Sampler):
         std = sigma_next * math.sin(eta * math.pi / 2)
         # Rounding may leave a tiny negative number at eta = 1.
         noise_share = (sigma_next**2 - std**2).clamp_min(0).sqrt()
-        mean = mix_predictions(latents, velocity, sigma, sigma_next, noise_share)
         # s = b / sqrt|dt|, so that b = s sqrt|dt| holds for this sampler, too.
-        return Transition(self, mean, std, std / dt.abs().sqrt(), dt)
+        scale = std / dt.abs().sqrt()
+        transition = self.sde_transition(latents, velocity, sigmas, step, scale, noise_share)
+        # b itself, and not as s sqrt|dt|, which rounds.
+        return replace(transition, std=std)
 
 
 SAMPLER = CPS()
