@@ -332,7 +332,10 @@ class Scorer:
             elif reward.scores == "sounds":
                 samples = join_sounds(reward, images, sounds)
                 score = score_samples
-            result = _score_rows(score, reward, samples, prompts, asked[reward.name])
+            if asked[reward.name].all():
+                result = score(reward, samples, prompts)
+            else:
+                result = _score_rows(score, reward, samples, prompts, asked[reward.name])
             for column, values in {reward.name: result.values, **result.metrics}.items():
                 # The table of a stage has these columns beside its own ``reward``, the weighted
                 # sum.
@@ -363,8 +366,6 @@ def _score_rows(
     asked: np.ndarray,
 ) -> RewardResult:
     """Score the samples that are ``asked`` for, bool [N]; give the others NaN without a reason."""
-    if asked.all():
-        return score(reward, images, prompts)
     rows = np.flatnonzero(asked).tolist()
     if not rows:
         # What a reward makes of no image is not part of its contract.
