@@ -37,9 +37,6 @@ OPTIMIZER = {
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
 
 
-PREEMPTED_BY_NIGHT = ("dmd2-lora", "tdm-r1-lora")
-
-
 class Flat(Darkness):
     """As ``Darkness``, but all samples of two prompts in three score the same."""
 
@@ -159,15 +156,36 @@ EIGHT_BIT = {
 }
 
 
-@pytest.mark.parametrize(("online", "policy"), CASES.values(), ids=CASES)
-def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy):
-    whole = attempt("whole", policy=policy, **online)
+@pytest.fixture(scope="module")
+def results():
+    """Case → what a stage that nothing interrupts returns."""
+    return {}
+
+
+@pytest.fixture
+def finish(attempt, results):
+    """``finish("sync")``: the result of the whole stage of a case, which is trained once."""
+
+    def run(case):
+        if case not in results:
+            online, policy = CASES[case]
+            results[case] = attempt("whole", policy=policy, **online)
+        return results[case]
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_stage_ends_with_the_same_bytes(attempt, finish, case):
+    """Killed between two checkpoints, and again, resumed, right after one."""
+    online, policy = CASES[case]
+    whole = finish(case)
     assert [row["step"] for row in whole[1]] == list(range(6))
     assert whole[2] == ["step-00002", "step-00004"]
     for kill in (3, 4):
         with pytest.raises(Killed):
-            attempt(f"killed-{kill}", kill=kill, policy=policy, **online)
-        assert attempt(f"killed-{kill}", policy=policy, **online) == whole, kill
+            attempt("killed", kill=kill, policy=policy, **online)
+    assert attempt("killed", policy=policy, **online) == whole
 
 
 @pytest.mark.parametrize("online", [{}, {"mode": "async", "staleness": 2}], ids=["sync", "async"])
@@ -187,13 +205,16 @@ def test_a_killed_stage_that_encodes_in_windows_ends_with_the_same_bytes(
     whole = attempt("whole", **online)
     windows = list(encoded)
     assert [len(window) for window in windows] == [4, 4, 4]
-    for kill in (3, 5):
-        with pytest.raises(Killed):
-            attempt(f"killed-{kill}", kill=kill, **online)
-        encoded.clear()
-        assert attempt(f"killed-{kill}", **online) == whole
-        # The checkpoint is that of the step before, in the second and in the third window.
-        assert encoded == windows[kill // 2 :]
+    with pytest.raises(Killed):
+        attempt("killed", kill=3, **online)
+    encoded.clear()
+    with pytest.raises(Killed):
+        attempt("killed", kill=5, **online)
+    # The checkpoint is that of the step before, in the second and in the third window.
+    assert encoded == windows[1:]
+    encoded.clear()
+    assert attempt("killed", **online) == whole
+    assert encoded == windows[2:]
 
 
 def test_a_stage_resumes_with_rollouts_that_the_training_has_overtaken(attempt, monkeypatch):
@@ -235,27 +256,25 @@ def test_a_killed_stage_whose_updates_reuse_forward_passes_ends_with_the_same_by
     assert attempt("killed", **online) == whole
 
 
-@pytest.mark.parametrize(
-    ("online", "policy"),
-    [
-        pytest.param(*case, id=name, marks=[pytest.mark.exhaustive] * (name in PREEMPTED_BY_NIGHT))
-        for name, case in CASES.items()
-    ],
-)
-def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy, caplog):
+@pytest.mark.parametrize("case", CASES)
+def test_a_stage_that_is_preempted_saves_after_the_step(attempt, finish, case, caplog):
+    """Again and again: in its first step, in the first after another checkpoint, in its last."""
     caplog.set_level(logging.INFO, "ebbflow")
-    whole = attempt("whole", policy=policy, **online)
+    online, policy = CASES[case]
+    resumed = None
     for preempted in (0, 2, 5):
-        name = f"preempted-{preempted}"
         said = (
             rf"1.1 online was preempted \(SIGTERM\) after {preempted + 1} of 6 steps; a checkpoint"
             r" is saved"
         )
         with pytest.raises(Preempted, match=said):
-            attempt(name, preempted=preempted, policy=policy, **online)
+            attempt("preempted", preempted=preempted, policy=policy, **online)
+        if resumed is not None:
+            assert f"resuming after step {resumed} of 6" in caplog.text
+        resumed = preempted + 1
         caplog.clear()
-        assert attempt(name, policy=policy, **online)[:2] == whole[:2], name
-        assert f"resuming after step {preempted + 1} of 6" in caplog.text
+    assert attempt("preempted", policy=policy, **online)[:2] == finish(case)[:2]
+    assert "resuming after step 6 of 6" in caplog.text
 
 
 @pytest.mark.exhaustive
@@ -319,15 +338,15 @@ def test_it_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypa
         for row in whole[1][:2]
     ]
     scores[6] = 0.8
-    assert attempt("later", **watched)[1][-1]["validation/best_step"] == 6
-    assert attempt("later", **watched)[0] != whole[0]
+    later = attempt("later", **watched)
+    assert later[1][-1]["validation/best_step"] == 6
+    assert later[0] != whole[0]
 
 
-def test_killed_before_the_first_checkpoint_it_begins_again(attempt):
-    whole = attempt("whole")
+def test_killed_before_the_first_checkpoint_it_begins_again(attempt, finish):
     with pytest.raises(Killed):
         attempt("killed", kill=1)
-    assert attempt("killed") == whole
+    assert attempt("killed") == finish("sync")
 
 
 def test_another_recipe_does_not_go_on_from_it(attempt):
@@ -342,7 +361,7 @@ def test_another_recipe_does_not_go_on_from_it(attempt):
 )
 def test_how_often_there_is_a_checkpoint_changes_nothing(attempt, mode):
     often, never = (
-        attempt(name, checkpoints=every, **mode)
+        attempt(name, steps=4, checkpoints=every, **mode)
         for name, every in (("often", {"every": 1}), ("never", None))
     )
     assert often[1] == never[1]
