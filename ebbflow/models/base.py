@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ebbflow.data.prompts import Prompt
@@ -376,14 +375,20 @@ class _WidenTo32Bits(TorchFunctionMode):
             return torch.float32 if dtype in SIXTEEN_BITS else dtype
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **(kwargs or {}))
-        return func(
-            *tree_map_only(Tensor, _widen, args), **tree_map_only(Tensor, _widen, kwargs or {})
-        )
+        keywords = {key: _widen(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_widen, args), **keywords)
 
 
-def _widen(values: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunction():
-        return values.float() if values.dtype in SIXTEEN_BITS else values
+def _widen(value: Any) -> Any:
+    """Widen an argument of a function of torch: a tensor, or a list or tuple of them."""
+    if isinstance(value, Tensor):
+        with torch._C.DisableTorchFunction():
+            return value.float() if value.dtype in SIXTEEN_BITS else value
+    # Not torch.Size and other tuples of numbers. A mapping over pytrees took half of each pass of
+    # a small network: a pass calls hundreds of functions.
+    if type(value) in (list, tuple):
+        return type(value)(map(_widen, value))
+    return value
 
 
 def predict_checkpointed(
