@@ -83,6 +83,8 @@ NOTES = (
     " passes, take no gradient through the negative prompts (`negative_gradient: false`) and"
     " compile the blocks. flow_grpo detaches the negative prompts' half of a pass too, and computes"
     " its backward pass, in which the gradient is zero; with our defaults it is not zero."
+    " In forward passes f and backward passes b of one half, their step is 38 f + 18 b and ours"
+    " 20 f + 9 b: saved passes alone make it 1.9 to 2 times as fast."
     " DiffusionNFT has 9 noise levels and a reference; our best settings for it compile the blocks."
     " What is left there is mostly forward and backward passes; the network of two blocks and 512"
     " channels is nearly all matrix products, which compiling does not make faster."
