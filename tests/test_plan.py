@@ -116,13 +116,10 @@ class Queue(RolloutQueue):
         self, request: Any, weights: Any, with_guards: bool = False
     ) -> Any:
         version = await self.workers.rollout.run(
-            lambda worker: worker.call(RolloutWorker.generate, request, weights())
+            lambda worker: worker.call(RolloutWorker.generate, request, weights or self.weights)
         )
         await self.workers.reward.run(lambda worker: worker.call(RewardWorker.score))
-        return SimpleNamespace(request=request, report=SimpleNamespace(version=version))
-
-    async def _receive_step(self, step: object) -> bool:
-        return True
+        return SimpleNamespace(request=request, version=version)
 
 
 def looped(
@@ -135,6 +132,7 @@ def looped(
             return [SleepingWorker(index, seconds) for index in range(count)]
 
         workers = SimpleNamespace(
+            can_lose_results=False,
             rollout=RolloutPool(sleepers(rollout), None),
             reward=RewardPool(sleepers(reward), None, ctx.online_config.scoring),
         )

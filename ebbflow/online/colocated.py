@@ -21,6 +21,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -35,13 +36,12 @@ from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import (
     Handle,
     RolloutBatch,
-    RolloutReport,
+    RolloutPart,
     RolloutRequest,
-    ScoredRollouts,
     TrainingReport,
 )
 from ebbflow.online.prompt_sampler import PromptSampler
-from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
+from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.online.sample_exchange import RankValue, RolloutsHeader, SampleExchange
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import LocalWorkers, StageError, StageWorkers
@@ -162,21 +162,22 @@ class ColocatedQueue(RolloutQueue):
     async def generate_and_score(
         self,
         request: RolloutRequest,
-        weights: Callable[[], WeightsVersion],
+        weights: WeightsVersion | None,
         with_guards: bool = False,
-    ) -> ScoredRollouts:
+    ) -> RolloutPart:
         if self.scores_samples:
             return await super().generate_and_score(request, weights, with_guards)
-        rollouts, images, report = await self.generate_request(request, weights)
+        part = await self.generate_request(request, weights)
         # ``_gather_parts`` puts the scores of the rank that has them in place of these.
-        scores = ScoreTable.create_failed(
+        part.scores = ScoreTable.create_failed(
             len(request), list(self.workers.reward_weights), "another rank scores this request"
         )
-        return ScoredRollouts(request, rollouts, images, report, scores, report.spans, {})
+        part.statistics = {}
+        return part
 
     async def generate_request(
-        self, request: RolloutRequest, weights: Callable[[], WeightsVersion]
-    ) -> tuple[Handle, Handle, RolloutReport]:
+        self, request: RolloutRequest, weights: WeightsVersion | None
+    ) -> RolloutPart:
         # Once a request has failed, this rank generates nothing more: the other ranks are in the
         # passes of that request, and those of another would meet them there.
         if self._generation_error:
@@ -191,10 +192,11 @@ class ColocatedQueue(RolloutQueue):
         await self._gather_step(self.in_flight[0])
         return await super().next_batch(version)
 
-    async def add_prompts(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
+    async def add_prompts(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> None:
         requests = self.build_requests(batch.step, prompts=prompts)
         parts = await self.generate_and_score_all(requests, self.weights)
-        return replace(batch, parts=[*batch.parts, *parts])
+        batch.requests += requests
+        batch.tasks += [_build_done_task(part) for part in parts]
 
     async def wait_until_done(self) -> None:
         for step in self.in_flight:
@@ -205,13 +207,11 @@ class ColocatedQueue(RolloutQueue):
         requests: Sequence[RolloutRequest],
         weights: WeightsVersion,
         with_guards: bool = False,
-    ) -> list[ScoredRollouts]:
+    ) -> list[RolloutPart]:
         owners = self._deal_requests(len(requests))
         with self.workers.keep_gathered():
             tasks = [
-                asyncio.ensure_future(
-                    self.generate_and_score(request, lambda: weights, with_guards)
-                )
+                asyncio.ensure_future(self.generate_and_score(request, weights, with_guards))
                 for request, owner in zip(requests, owners, strict=True)
                 if owner == self.row_ranks.rank
             ]
@@ -223,7 +223,7 @@ class ColocatedQueue(RolloutQueue):
         own = await self._wait_for_scores(tasks, requests[0].step)
         return self._gather_parts(requests, owners, own)
 
-    def _start_step(self, step: int, requests: Sequence[RolloutRequest]) -> StepInFlight:
+    def _start_requests(self, step: int, requests: list[RolloutRequest]) -> RolloutBatch:
         owners = self._deal_requests(len(requests))
         self._note_idle_requests(requests)
         own_requests = [
@@ -231,7 +231,7 @@ class ColocatedQueue(RolloutQueue):
             for request, owner in zip(requests, owners, strict=True)
             if owner == self.row_ranks.rank
         ]
-        own = super()._start_step(step, own_requests)
+        own = super()._start_requests(step, own_requests)
         own_tasks = iter(own.tasks)
         loop = asyncio.get_running_loop()
         tasks = [
@@ -269,7 +269,7 @@ class ColocatedQueue(RolloutQueue):
         shares = np.array_split(np.arange(count), self.row_ranks.world)
         return [rank for rank, share in enumerate(shares) for _ in share]
 
-    async def _gather_step(self, step: StepInFlight) -> None:
+    async def _gather_step(self, step: RolloutBatch) -> None:
         """Put the results of all ranks into a step, once this rank's own requests are scored."""
         if step.step in self._gathered:
             return
@@ -287,8 +287,8 @@ class ColocatedQueue(RolloutQueue):
         self._gathered.add(step.step)
 
     async def _wait_for_scores(
-        self, tasks: Sequence[asyncio.Future[ScoredRollouts]], step: int
-    ) -> list[ScoredRollouts]:
+        self, tasks: Sequence[asyncio.Future[RolloutPart]], step: int
+    ) -> list[RolloutPart]:
         """Wait until this rank's own requests of a step are scored.
 
         Raises:
@@ -326,38 +326,36 @@ class ColocatedQueue(RolloutQueue):
         self,
         requests: Sequence[RolloutRequest],
         owners: Sequence[int],
-        own: Sequence[ScoredRollouts],
-    ) -> list[ScoredRollouts]:
+        own: Sequence[RolloutPart],
+    ) -> list[RolloutPart]:
         """Gather what all ranks need to know of each request; rollouts and images stay where they
         are.
         """
-        sent = [
-            (
-                part.report,
-                part.scores,
-                part.spans,
-                part.statistics,
-                RolloutsHeader.from_rollouts(part.rollouts),
-            )
-            for part in own
-        ]
+        sent = []
+        for part in own:
+            known = copy(part)
+            known.rollouts = RolloutsHeader.from_rollouts(part.rollouts)
+            # Every rank has the request, and images stay here.
+            del known.request
+            del known.images
+            sent.append(known)
         gathered = gather_objects(sent)
         for rank, others in enumerate(gathered):
             if rank != self.ranks.rank:  # the queue has the spans of its own requests already
-                self.spans += [span for _, _, spans, _, _ in others for span in spans]
+                self.spans += [span for part in others for span in part.spans]
         # Ranks have requests in runs, so one list after another is in the order of the requests.
         # Of the ranks that share tokens the first has scored them.
         scored = gathered[:: self.workers.context_parallel]
         values = iter(own)
-        parts = []
-        for request, owner, known in zip(requests, owners, chain(*scored), strict=True):
-            report, scores, spans, statistics, header = known
-            part = next(values) if owner == self.row_ranks.rank else None
-            rollouts = RankValue(owner, len(request), part.rollouts if part else None, header)
-            images = RankValue(owner, len(request), part.images if part else None)
-            parts.append(
-                ScoredRollouts(request, rollouts, images, report, scores, spans, statistics)
+        parts = list(chain(*scored))
+        for request, owner, part in zip(requests, owners, parts, strict=True):
+            value = next(values) if owner == self.row_ranks.rank else None
+            header = part.rollouts
+            part.request = request
+            part.rollouts = RankValue(
+                owner, len(request), value.rollouts if value else None, header
             )
+            part.images = RankValue(owner, len(request), value.images if value else None)
         return parts
 
 
@@ -374,7 +372,7 @@ def open_queue(
     return RolloutQueue(ctx, workers, sampler, embeddings, first_step)
 
 
-def _build_done_task(part: ScoredRollouts) -> asyncio.Future[ScoredRollouts]:
-    task: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
+def _build_done_task(part: RolloutPart) -> asyncio.Future[RolloutPart]:
+    task: asyncio.Future[RolloutPart] = asyncio.get_running_loop().create_future()
     task.set_result(part)
     return task

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ebbflow.evaluation.image_statistics import compute_image_statistics
 from ebbflow.flow.windows import Trajectory
-from ebbflow.online.messages import RolloutReport, RolloutRequest, ScoredRollouts
-from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
+from ebbflow.online.messages import RolloutBatch, RolloutPart, RolloutRequest
+from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rollouts.generate import Rollouts, find_finite_rows
 from ebbflow.training.checkpoint import CheckpointError
@@ -46,12 +46,9 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
                     f"{step.step}/{index}/{name}": value
                     for name, value in _pack_part(part, rollouts, images).items()
                 }
-            report = {
-                "version": part.report.version,
-                "receive_seconds": part.report.receive_seconds,
-            }
+            report = {"version": part.version, "receive_seconds": part.receive_seconds}
             parts.append({"report": report, "failures": part.scores.failures})
-        prompts = [prompt.prompt_id for prompt in step.build_batch().distinct_prompts]
+        prompts = [prompt.prompt_id for prompt in step.distinct_prompts]
         steps.append(
             {"step": step.step, "prompts": prompts, "num_dropped": step.num_dropped, "parts": parts}
         )
@@ -99,18 +96,20 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
         for index, request in enumerate(requests):
             columns = _select_prefix(f"{step}/{index}/", tensors)
             part = _unpack_part(queue, request, columns, saved["parts"][index])
-            task: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
+            task: asyncio.Future[RolloutPart] = asyncio.get_running_loop().create_future()
             # A future that is done stands for the task, so the queue treats it like one that has
             # just ended.
             task.set_result(part)
             tasks.append(task)
-        queue.in_flight.append(StepInFlight(step, requests, tasks, saved["num_dropped"]))
+        queue.in_flight.append(
+            RolloutBatch(step, requests, tasks, num_dropped=saved["num_dropped"])
+        )
     # Steps before "next" are in flight or were trained on.
     while queue.pending and queue.pending[0] != header["next"]:
         queue.pending.popleft()
 
 
-def _pack_part(part: ScoredRollouts, rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:
+def _pack_part(part: RolloutPart, rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:
     scores = {f"metrics/{name}": values for name, values in part.scores.metrics.items()} | {
         "reward": part.scores.reward
     }
@@ -129,21 +128,25 @@ def _pack_part(part: ScoredRollouts, rollouts: Rollouts, images: np.ndarray) -> 
 
 def _unpack_part(
     queue: RolloutQueue, request: RolloutRequest, tensors: dict[str, Tensor], saved: dict[str, Any]
-) -> ScoredRollouts:
+) -> RolloutPart:
     """The inverse of ``_pack_part``. Spans are left out: they are of another attempt."""
     recorded = _select_prefix("trajectory/", tensors)
     rollouts = Rollouts(tensors["latents"], Trajectory(**recorded) if recorded else None)
     metrics = {name: values.numpy() for name, values in _select_prefix("metrics/", tensors).items()}
-    scores = ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"])
-    put = queue.workers.put_value
-    report = RolloutReport(**saved["report"], finite=find_finite_rows(rollouts.latents), spans=[])
+    finite = find_finite_rows(rollouts.latents)
     images = tensors["images"].numpy()
-    statistics = {
-        name: np.where(find_finite_rows(rollouts.latents), values, np.nan)
+    put = queue.workers.put_value
+    part = RolloutPart(**saved["report"], finite=finite, spans=[])
+    part.request = request
+    part.rollouts = put(rollouts)
+    part.images = put(images)
+    part.scores = ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"])
+    part.statistics = {
+        name: np.where(finite, values, np.nan)
         # Computed again rather than stored: they follow from the images.
         for name, values in compute_image_statistics(images).items()
     }
-    return ScoredRollouts(request, put(rollouts), put(images), report, scores, [], statistics)
+    return part
 
 
 def _select_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

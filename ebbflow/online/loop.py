@@ -33,7 +33,11 @@ from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import count_steps_ahead
 from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.statistics_alarm import watch_statistics
-from ebbflow.online.step_advantages import compute_step_advantages, find_varied_prompts_of_step
+from ebbflow.online.step_advantages import (
+    compute_step_advantages,
+    find_varied_prompts_of_step,
+    reshape_step_advantages,
+)
 from ebbflow.online.step_metrics import (
     compute_score_means,
     count_gpus,
@@ -193,6 +197,7 @@ class OnlineLoop:
     ) -> None:
         self.ctx = ctx
         self.config = ctx.online_config
+        self.steps_ahead = count_steps_ahead(self.config)
         self.workers = workers
         self.validation = validation
         self.recorder = recorder
@@ -239,41 +244,36 @@ class OnlineLoop:
             # Between two steps, when neither the rollouts nor the training use the device.
             await self._encode_windows(step, step)
             start = time.time()
+            queue.weights = await self.workers.publish_weights(step)
+            pushed = {"push/bytes": queue.weights.size, "push/seconds": time.time() - start}
             # The gate comes after the push, because it measures the engine with the weights that it
-            # is about to generate with.
-            pushed = await self._publish_weights(step) | await check_parity(
-                self.ctx, queue, step, loop.first_step
-            )
+            # is about to generate with. The reference engine is what others are compared with.
+            if self.config.engine != "diffusers":
+                pushed |= await check_parity(self.ctx, queue, step, loop.first_step)
             # The time of validation and checkpoints is not the step's: its start moves by it.
-            start += await monitor.validate_policy(step)
+            if self.config.validation:
+                start += await monitor.validate_policy(step)
             # After the validation, whose score goes into the checkpoint: the best one is chosen by
             # it.
-            start += await self._save_due_checkpoint(step)
+            if self.checkpoints:
+                start += await self._save_due_checkpoint(self.checkpoints, step)
 
             await queue.start_rollouts()
             batch = await queue.next_batch(step)
-            batch = await self._refill_groups(batch)
+            await self._refill_groups(batch)
             if self.config.curriculum:
                 self.sampler.update_curriculum(
                     *compute_reward_moments(batch.scores.reward, batch.prompt_ids)
                 )
             advantages = compute_step_advantages(
-                self.ctx,
-                batch,
-                self.workers.reward_weights,
-                self.state.history,
-                self.state.algorithm_memory,
+                self.ctx, batch, self.workers.reward_weights, self.state.history
             )
+            if self.config.hyper_parameters.reshapes_advantages:
+                memory = self.state.algorithm_memory
+                advantages = reshape_step_advantages(self.ctx, batch, advantages, memory)
             report = await self._train_on_batch(batch, advantages)
-
-            metrics = (
-                advantages.metrics
-                | report.metrics
-                | {"updates": report.updates}
-                | measure_freshness(batch, step)
-            )
             # Last, because it reads the clock: what stands above is the step's own time.
-            metrics |= await self._measure_step(batch, advantages, report, step, start)
+            metrics = await self._measure_step(batch, advantages, report, step, start)
             # A batch may hold the graphs of its rollouts, whose memory the next step needs.
             del batch
             # ``finish_step`` counts the step, so a checkpoint of a preempted stage below begins
@@ -286,7 +286,7 @@ class OnlineLoop:
                 raise loop.preemption_error()
         # The last weights were never published: no step generates with them.
         if monitor.is_validation_due(self.state.step, last=True):
-            await self._publish_weights(self.state.step)
+            queue.weights = await self.workers.publish_weights(self.state.step)
             await monitor.validate_policy(self.state.step, last=True)
 
     async def _open_stage(self) -> None:
@@ -300,6 +300,7 @@ class OnlineLoop:
             await self.workers.load_checkpoint(folder)
             # In place: the sampler and the caller hold the same state.
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
+            self.sampler.update_prompt_sets()
             logger.info("resuming after step %d of %d", self.state.step, self.config.steps)
         # What the timeline does not know: earlier attempts, and all encoding.
         self.seconds_before = self.state.seconds
@@ -313,7 +314,6 @@ class OnlineLoop:
         # After the queue exists: the checkpoint's rollouts go into it, already generated.
         if newest:
             load_in_flight(newest[0], self.queue)
-        ahead = count_steps_ahead(self.config)
         # Only now: the loop begins at the step that the checkpoint has put into the state.
         self.loop = StageLoop(
             ctx,
@@ -322,7 +322,7 @@ class OnlineLoop:
             self.checkpoints,
             self.config.steps,
             count_gpus(ctx),
-            ahead,
+            self.steps_ahead,
             quiet=not self.queue.writes_files,
         )
 
@@ -330,8 +330,7 @@ class OnlineLoop:
         """Encode the prompts of the steps from ``first`` on that may be in flight while ``step``
         trains, as far as they are not encoded.
         """
-        last = step + count_steps_ahead(self.config)
-        for window in self.embeddings.list_missing(range(first, last + 1)):
+        for window in self.embeddings.list_missing(range(first, step + self.steps_ahead + 1)):
             self.embeddings.add(window, await self._encode_prompts(window.prompts))
 
     async def _encode_prompts(self, prompts: Sequence[Prompt]) -> Embeddings:
@@ -350,9 +349,12 @@ class OnlineLoop:
             StageError: it leaves too few prompts.
         """
         # No step has published weights yet, and another engine generates nothing without them.
-        await self._publish_weights(0)
-        await check_parity(self.ctx, self.queue, 0, 0)
-        requests = self.queue.build_filter_requests(self.sampler.prompts, samples)
+        self.queue.weights = await self.workers.publish_weights(0)
+        if self.config.engine != "diffusers":
+            await check_parity(self.ctx, self.queue, 0, 0)
+        # Made as those of step 0.
+        prompts = self.sampler.prompts
+        requests = self.queue.build_requests(0, prompts=prompts, filter_samples=samples)
         tables: list[ScoreTable] = []
         at_once = self.queue.max_requests_at_once
         for start in range(0, len(requests), at_once):
@@ -378,15 +380,9 @@ class OnlineLoop:
         )
         self.recorder.log_metrics({"prompts/kept": num_remaining}, 0)
 
-    async def _publish_weights(self, version: int) -> dict[str, float]:
-        """Have new rollouts generated with the weights as they are; what that took."""
-        start = time.perf_counter()
-        self.queue.weights = await self.workers.publish_weights(version)
-        return {"push/bytes": self.queue.weights.size, "push/seconds": time.perf_counter() - start}
-
-    async def _refill_groups(self, batch: RolloutBatch) -> RolloutBatch:
-        """The rollouts of a step, with other prompts' in place of groups that say nothing, once
-        enough of them are scored.
+    async def _refill_groups(self, batch: RolloutBatch) -> None:
+        """Add the rollouts of other prompts to a step for groups that say nothing, once enough of
+        its own are scored.
         """
         # Asked first: where a reward is down no group varies, and refills would generate for
         # nothing.
@@ -397,9 +393,8 @@ class OnlineLoop:
             # No prompts are left, or every group varies.
             if not further:
                 break
-            batch = await self.queue.add_prompts(batch, further)
+            await self.queue.add_prompts(batch, further)
             require_scored_share(batch.scores, self.ctx.recipe.max_failed_share)
-        return batch
 
     async def _train_on_batch(
         self, batch: RolloutBatch, advantages: AdvantageResult
@@ -430,12 +425,14 @@ class OnlineLoop:
         step: int,
         start: float,
     ) -> dict[str, float]:
-        """Scores, speed and utilisation of a step that began at ``start``; also what the monitor
-        shows of it.
+        """Metrics of a step that began at ``start``: of its training, scores, speed and
+        utilisation; also what the monitor shows of it.
         """
         end = time.time()
+        metrics = advantages.metrics | report.metrics | {"updates": report.updates}
+        metrics |= measure_freshness(batch, step)
         replaced = self.workers.rollout.num_replaced + self.workers.reward.num_replaced
-        metrics = compute_score_means(batch.scores) | {"workers/replaced": replaced}
+        metrics |= compute_score_means(batch.scores) | {"workers/replaced": replaced}
         if self.config.refill_rounds:
             # Prompts beyond those of a step came in refill rounds.
             metrics["group/refilled"] = len(batch.distinct_prompts) - self.config.prompts_per_step
@@ -451,13 +448,13 @@ class OnlineLoop:
         self.state.seconds = self._sum_seconds()
         return metrics
 
-    async def _save_due_checkpoint(self, step: int) -> float:
+    async def _save_due_checkpoint(self, checkpoints: Checkpoints, step: int) -> float:
         """Save a checkpoint where one is due, but not one that was just loaded, unless it has a new
         score; seconds it took.
         """
         new = step > self.loop.first_step or self.monitor.score is not None
         # No weight has moved before step 0, so a checkpoint there would only repeat the start.
-        if not self.checkpoints or step == 0 or not new or not self.checkpoints.is_due(step):
+        if step == 0 or not new or not checkpoints.is_due(step):
             return 0.0
         start = time.time()
         await self._save_checkpoint(self.monitor.score)

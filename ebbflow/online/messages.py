@@ -7,9 +7,10 @@ to them: on Ray references into the object store, in one process the values them
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.online import Role
 from ebbflow.recipe.rollout_cache import FeatureCacheConfig, Quantization
 from ebbflow.rewards.combine import ScoreTable
+from ebbflow.rollouts.weights import WeightsVersion
 
 TRACE_SUFFIX = "json.gz"
 MEMORY_SUFFIX = "memory.pickle"
@@ -117,23 +119,6 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True)
-class RolloutReport:
-    """A rollout worker's answer to a request, apart from the rollouts and images.
-
-    Attributes:
-        version: of the weights that generated: training steps of the stage that they have seen.
-        receive_seconds: time to receive and verify those weights; 0 where they were loaded already.
-        finite: bool [N], whether all numbers of a sample are finite. Other samples cannot be
-            scored.
-    """
-
-    version: int
-    receive_seconds: float
-    finite: np.ndarray
-    spans: list[TraceSpan]
-
-
-@dataclass(frozen=True)
 class TrainingReport:
     """A training rank's answer: metrics averaged over the updates of a step, optimiser steps of the
     stage so far, all alarms.
@@ -145,41 +130,67 @@ class TrainingReport:
     spans: list[TraceSpan]
 
 
-@dataclass(frozen=True)
-class ScoredRollouts:
-    """The rollouts of a request, with their scores and the statistics of their images, NaN where a
-    sample is not finite.
-    """
-
-    request: RolloutRequest
-    rollouts: Handle
-    # Handle of uint8 RGB [N, height, width, 3], or of videos, [N, frames, height, width, 3].
-    images: Handle
-    report: RolloutReport
-    scores: ScoreTable
-    spans: list[TraceSpan]
-    statistics: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """All rollouts of a training step, in the order of its requests.
+@dataclass(eq=False, repr=False)
+class RolloutPart:
+    """The samples of a request, as they come: a rollout worker generates them and reports what it
+    is called with, the queue adds where they lie, and then what a reward worker says of them.
 
     Example:
-        4 prompts with 4 samples each and a ``micro_batch`` of 8: two parts of 8 samples, and
-        ``scores``, ``prompt_ids`` and ``statistics`` have 16 rows.
+        Of a request of 8 samples that the weights of step 12 generated: ``version`` is 12,
+        ``finite`` has 8 entries, ``images`` is a handle of [8, height, width, 3], and ``scores``
+        has 8 rows.
 
     Attributes:
+        version: of the weights that generated: training steps of the stage that they have seen.
+        receive_seconds: time to receive and verify those weights; 0 where they were loaded already.
+        finite: bool [N], whether all numbers of a sample are finite. Other samples cannot be
+            scored.
+        spans: what workers did for the request.
+        rollouts: handle of ``Rollouts`` on the CPU.
+        images: handle of uint8 RGB [N, height, width, 3], or of videos, [N, frames, height, width,
+            3].
+        statistics: of the images, float64 [N] columns; NaN where a sample is not finite.
+    """
+
+    version: int
+    receive_seconds: float
+    finite: np.ndarray
+    spans: list[TraceSpan]
+    request: RolloutRequest = field(init=False)
+    rollouts: Handle = field(init=False)
+    images: Handle = field(init=False)
+    scores: ScoreTable = field(init=False)
+    statistics: dict[str, np.ndarray] = field(init=False)
+
+
+@dataclass
+class RolloutBatch:
+    """The rollouts of a training step: one task for each of its requests, in their order.
+
+    Example:
+        4 prompts with 4 samples each and a ``micro_batch`` of 8: two requests and tasks. Once they
+        are done, ``parts`` are two of 8 samples, and ``scores``, ``prompt_ids`` and ``statistics``
+        have 16 rows.
+
+    Attributes:
+        weights: those that generate it; None takes the newest.
         num_dropped: samples that were too old for training and were generated again.
     """
 
     step: int
-    parts: Sequence[ScoredRollouts]
+    requests: list[RolloutRequest]
+    tasks: list[asyncio.Future[RolloutPart]]
+    weights: WeightsVersion | None = None
     num_dropped: int = 0
 
     @property
-    def requests(self) -> list[RolloutRequest]:
-        return [part.request for part in self.parts]
+    def is_done(self) -> bool:
+        return all(task.done() for task in self.tasks)
+
+    @property
+    def parts(self) -> list[RolloutPart]:
+        """What came of the requests, once all are done; raises what went wrong with one of them."""
+        return [task.result() for task in self.tasks]
 
     @property
     def scores(self) -> ScoreTable:
@@ -189,9 +200,10 @@ class RolloutBatch:
     def statistics(self) -> dict[str, np.ndarray]:
         """Statistics of the images of all samples, float64 [N] columns."""
         # All parts have the same names: a part that could not be scored has them with NaN.
-        names = self.parts[0].statistics
+        parts = self.parts
         return {
-            name: np.concatenate([part.statistics[name] for part in self.parts]) for name in names
+            name: np.concatenate([part.statistics[name] for part in parts])
+            for name in parts[0].statistics
         }
 
     @property
@@ -204,20 +216,20 @@ class RolloutBatch:
         # A dictionary keeps the first place of each key, so the order is that of the requests.
         return list(
             {
-                prompt.prompt_id: prompt for part in self.parts for prompt in part.request.prompts
+                prompt.prompt_id: prompt for request in self.requests for prompt in request.prompts
             }.values()
         )
 
     @property
     def size(self) -> Size | None:
         """Height and width of all images; None: those of the model."""
-        return self.parts[0].request.size
+        return self.requests[0].size
 
     @property
     def prompt_ids(self) -> np.ndarray:
         """integer [N]."""
         return np.array(
-            [prompt.prompt_id for part in self.parts for prompt in part.request.prompts]
+            [prompt.prompt_id for request in self.requests for prompt in request.prompts]
         )
 
     @property
@@ -225,14 +237,14 @@ class RolloutBatch:
         """The node of each sample of a tree after each of the W trained steps, by the node's first
         sample, integer [N, W].
         """
-        return np.concatenate([part.request.tree_nodes for part in self.parts])
+        return np.concatenate([request.tree_nodes for request in self.requests])
 
     def compute_staleness(self, version: int) -> list[int]:
         """For every sample, the number of training steps between the policy that generated it and
         ``version``.
         """
         # In mode ``async`` the requests of one step may have been generated by different versions.
-        return [version - part.report.version for part in self.parts for _ in part.request.prompts]
+        return [version - part.version for part in self.parts for _ in part.request.prompts]
 
 
 @dataclass
@@ -242,11 +254,12 @@ class TaskTimer:
 
     role: Role
     worker: int
-    spans: list[TraceSpan] = field(default_factory=list)
     profiled_steps: set[int] = field(default_factory=set)
 
     @contextmanager
-    def time_task(self, name: str, step: int, profiled: bool = False) -> Iterator[None]:
+    def time_task(self, name: str, step: int, profiled: bool = False) -> Iterator[list[TraceSpan]]:
+        """Time a block; the yielded list holds its spans once the block has ended."""
+        spans: list[TraceSpan] = []
         # One profile for each step and worker, however many requests of the step it gets.
         first = profiled and step not in self.profiled_steps
         profiler: AbstractContextManager[dict[str, bytes]] = (
@@ -255,18 +268,12 @@ class TaskTimer:
         # The profiler's own start and end are no part of the task; they are the span "profile".
         with profiler as files:
             start = time.time()
-            yield
+            yield spans
             end = time.time()
-        self.spans.append(TraceSpan(self.role, self.worker, name, step, start, end, files))
+        spans.append(TraceSpan(self.role, self.worker, name, step, start, end, files))
         if first:
             self.profiled_steps.add(step)
-            self.spans.append(TraceSpan(self.role, self.worker, "profile", step, end, time.time()))
-
-    def drain_spans(self) -> list[TraceSpan]:
-        """The spans since the last call."""
-        spans = self.spans
-        self.spans = []
-        return spans
+            spans.append(TraceSpan(self.role, self.worker, "profile", step, end, time.time()))
 
 
 @contextmanager

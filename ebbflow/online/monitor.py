@@ -22,7 +22,7 @@ from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import SamplingError
 from ebbflow.evaluation.evaluate import average_metrics, build_evaluation_keys
 from ebbflow.models.encoding import Embeddings, Encode, PromptWindows
-from ebbflow.online.messages import RolloutBatch, RolloutRequest, ScoredRollouts
+from ebbflow.online.messages import RolloutBatch, RolloutPart, RolloutRequest
 from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
 from ebbflow.online.timeline import Timeline
 from ebbflow.plots.images import PICTURED, build_image_grid, format_caption
@@ -135,7 +135,7 @@ class StageMonitor:
             await self._log_dump(version, "validation", rows, self._iterate_pngs(parts))
         return time.time() - start
 
-    async def _sample_validation(self, version: int) -> list[ScoredRollouts]:
+    async def _sample_validation(self, version: int) -> list[RolloutPart]:
         """The validation prompts, sampled and scored by the stage's own workers, guardrails
         included.
         """
@@ -147,7 +147,7 @@ class StageMonitor:
             if served == rolled_out
             else await self.workers.publish_weights(version, served)
         )
-        parts: list[ScoredRollouts] = []
+        parts: list[RolloutPart] = []
         for window in self.embeddings.windows:
             # One window is encoded once for all validations; several are encoded in each of them.
             for missing in self.embeddings.list_missing(window.steps):
@@ -201,7 +201,7 @@ class StageMonitor:
             lines += json.dumps({"image": name, **row}, ensure_ascii=False, allow_nan=False) + "\n"
         self.metrics_logger.log_file(f"{folder}/samples.jsonl", lines.encode())
 
-    async def _iterate_pngs(self, parts: Sequence[ScoredRollouts]) -> AsyncIterator[bytes]:
+    async def _iterate_pngs(self, parts: Sequence[RolloutPart]) -> AsyncIterator[bytes]:
         """The PNG of each sample; the images of a part are fetched when it is their turn."""
         for part in parts:
             # One part at a time, as all images of a step may not fit into the memory of this
@@ -269,7 +269,7 @@ def build_validation_requests(
     ]
 
 
-def build_sample_rows(parts: Sequence[ScoredRollouts]) -> list[dict[str, Any]]:
+def build_sample_rows(parts: Sequence[RolloutPart]) -> list[dict[str, Any]]:
     """Every sample as a JSON object: its keys, what it should show, and its scores; null where
     there is none.
     """
@@ -281,7 +281,7 @@ def build_sample_rows(parts: Sequence[ScoredRollouts]) -> list[dict[str, Any]]:
 
 
 def _build_sample_row(
-    part: ScoredRollouts, index: int, scores: ScoreTable, row: int
+    part: RolloutPart, index: int, scores: ScoreTable, row: int
 ) -> dict[str, Any]:
     """The sample ``index`` of a part, whose scores are those of ``row``."""
     prompt = part.request.prompts[index]
@@ -292,14 +292,14 @@ def _build_sample_row(
         "seed": keys.seed,
         "prompt": prompt.prompt,
         "target": prompt.target,
-        "policy_version": part.report.version,
+        "policy_version": part.version,
         "reward": _number_or_none(scores.reward[row]),
         "scores": {name: _number_or_none(values[row]) for name, values in scores.metrics.items()},
         "failure": scores.failures[row],
     }
 
 
-def _join_scores(parts: Sequence[ScoredRollouts]) -> ScoreTable:
+def _join_scores(parts: Sequence[RolloutPart]) -> ScoreTable:
     return ScoreTable.concatenate([part.scores for part in parts])
 
 

@@ -24,6 +24,10 @@ class PromptSampler:
     Args:
         prompts: the training split.
         state: of the stage; a filter and a curriculum keep what they know there.
+
+    Attributes:
+        prompt_sets: (prompts, how many of them are in a step) of every set of ``prompts.mixture``;
+            without one, of all prompts.
     """
 
     def __init__(
@@ -36,8 +40,7 @@ class PromptSampler:
         self.state = state or StageState()
         self.prompts = _choose_candidates(ctx, prompts)
         self._by_id = {prompt.prompt_id: prompt for prompt in self.prompts}
-        self._prompt_sets: list[tuple[list[Prompt], int]] = []
-        self._kept_prompts: list[int] | None = None
+        self.update_prompt_sets()
 
     @property
     def remaining_prompts(self) -> list[Prompt]:
@@ -58,12 +61,12 @@ class PromptSampler:
         if self.config.curriculum:
             return [
                 prompt
-                for part, count in self._list_prompt_sets()
+                for part, count in self.prompt_sets
                 for prompt in self._order_prompts(part, step)[:count]
             ]
         return [
             prompt
-            for part, count in self._list_prompt_sets()
+            for part, count in self.prompt_sets
             for prompt in sample_prompts(part, count, step, self.ctx.stage_seed)
         ]
 
@@ -80,7 +83,7 @@ class PromptSampler:
         used = {prompt.prompt_id for prompt in taken}
         replacements = []
         # Set by set, so that the mixture of a step stays what the recipe says.
-        for part, count in self._list_prompt_sets():
+        for part, count in self.prompt_sets:
             # Only groups that vary count: the others stay in the batch but teach nothing.
             missing = count - sum(prompt.prompt_id in varied for prompt in part)
             unused = [
@@ -119,9 +122,8 @@ class PromptSampler:
             & (moments.std >= config.min_std)
         )
         self.state.kept_prompts = prompt_ids[fits].tolist()
-        too_small = [
-            (len(part), count) for part, count in self._list_prompt_sets() if len(part) < count
-        ]
+        self.update_prompt_sets()
+        too_small = [(len(part), count) for part, count in self.prompt_sets if len(part) < count]
         if too_small:
             left, wanted = too_small[0]
             found = f"{left} of {len(self.prompts)} prompts, and a step takes {wanted}"
@@ -149,22 +151,17 @@ class PromptSampler:
             ]
             self.state.prompt_rewards[prompt] = (running[0], running[1])
 
-    def _list_prompt_sets(self) -> list[tuple[list[Prompt], int]]:
-        """(prompts, how many of them are in a step) of every set of ``prompts.mixture``; without
-        one, of all prompts.
+    def update_prompt_sets(self) -> None:
+        """Take over the prompts that the state keeps, once a filter or a checkpoint has changed
+        them: a step does not look at every prompt again.
         """
-        # The filter alone changes them, or a checkpoint that is read; a step does not look at every
-        # prompt again.
-        if not self._prompt_sets or self._kept_prompts is not self.state.kept_prompts:
-            left = self.remaining_prompts
-            self._kept_prompts = self.state.kept_prompts
-            self._prompt_sets = [(left, self.config.prompts_per_step)]
-            if self.counts:
-                self._prompt_sets = [
-                    ([prompt for prompt in left if prompt.source == name], count)
-                    for name, count in self.counts.items()
-                ]
-        return self._prompt_sets
+        left = self.remaining_prompts
+        self.prompt_sets = [(left, self.config.prompts_per_step)]
+        if self.counts:
+            self.prompt_sets = [
+                ([prompt for prompt in left if prompt.source == name], count)
+                for name, count in self.counts.items()
+            ]
 
     def _order_prompts(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
         curriculum = self.config.curriculum

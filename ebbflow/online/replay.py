@@ -119,7 +119,7 @@ class _ReplayLoop(OnlineLoop):
             await self._raise_replayed_step(batch, advantages)
         return await super()._train_on_batch(batch, advantages)
 
-    async def _save_due_checkpoint(self, step: int) -> float:
+    async def _save_due_checkpoint(self, checkpoints: Checkpoints, step: int) -> float:
         # The checkpoints are those of the stage that is replayed: they are only read.
         return 0.0
 

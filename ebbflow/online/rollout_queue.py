@@ -30,7 +30,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -42,11 +41,9 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan, plan_window
 from ebbflow.models.base import Conditioning, Size
 from ebbflow.online.messages import (
-    Handle,
     RolloutBatch,
-    RolloutReport,
+    RolloutPart,
     RolloutRequest,
-    ScoredRollouts,
     TraceSpan,
 )
 from ebbflow.online.prompt_sampler import PromptSampler
@@ -64,29 +61,6 @@ logger = logging.getLogger(__name__)
 
 SAY_EVERY_SECONDS = 60
 """Between two lines of the log about rollouts that are waited for."""
-
-
-@dataclass
-class StepInFlight:
-    """A step whose rollouts are under way: one task per request, in their order.
-
-    Attributes:
-        weights: those that generate it; None takes the newest.
-    """
-
-    step: int
-    requests: Sequence[RolloutRequest]
-    tasks: list[asyncio.Future[ScoredRollouts]]
-    num_dropped: int = 0
-    weights: WeightsVersion | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return all(task.done() for task in self.tasks)
-
-    def build_batch(self) -> RolloutBatch:
-        """The rollouts, once all are there; raises what went wrong with one of them."""
-        return RolloutBatch(self.step, [task.result() for task in self.tasks], self.num_dropped)
 
 
 class RolloutQueue:
@@ -128,7 +102,7 @@ class RolloutQueue:
         # Steps that are not started yet. With those in flight it is all that a checkpoint has to
         # know.
         self.pending = deque(range(first_step, ctx.online_config.steps))
-        self.in_flight: list[StepInFlight] = []
+        self.in_flight: list[RolloutBatch] = []
 
     @property
     def max_requests_at_once(self) -> int:
@@ -145,7 +119,7 @@ class RolloutQueue:
         # ``<=``: the step that trains next is in flight, too, besides those ahead of it.
         while self.pending and len(self.in_flight) <= self.max_steps_ahead:
             step = self.pending.popleft()
-            self.in_flight.append(self._start_step(step, self.build_requests(step)))
+            self.in_flight.append(self._start_requests(step, self.build_requests(step)))
         # Run every new task up to its first wait: one turn of the event loop runs each task that is
         # ready, in the order of the requests. A ``LocalWorker`` shares the trainer's weights and
         # never waits while it generates, so it generates here. It must: once training has moved
@@ -171,11 +145,13 @@ class RolloutQueue:
                 self._regenerate_stale(version - config.staleness)
             candidates = self.in_flight if overtaking else self.in_flight[:1]
             for step in candidates:
+                if not step.is_done:
+                    continue
                 # A step whose rollouts are gone is in flight again after this, and is waited for
                 # below.
-                if step.is_done and await self._receive_step(step):
+                if not self.workers.can_lose_results or await self._receive_step(step):
                     self.in_flight.remove(step)
-                    return step.build_batch()
+                    return step
             # There is at least one: a candidate that was done and received has been returned.
             running = [task for step in candidates for task in step.tasks if not task.done()]
             done, _ = await asyncio.wait(
@@ -192,28 +168,30 @@ class RolloutQueue:
             for task in done:
                 task.result()
 
-    async def add_prompts(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
-        """A batch with the groups of further prompts, generated with the newest weights and waited
-        for.
+    async def add_prompts(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> None:
+        """Add the groups of further prompts to a batch, generated with the newest weights and
+        waited for.
         """
-        further = self._start_step(batch.step, self.build_requests(batch.step, prompts=prompts))
+        requests = self.build_requests(batch.step, prompts=prompts)
+        further = self._start_requests(batch.step, requests)
         # In flight, so that ``aclose`` gives them up with the others if one of them fails.
         self.in_flight.append(further)
         await asyncio.gather(*further.tasks)
         # As in ``next_batch``, what was lost with a machine is generated again until the ranks have
         # it.
-        while not await self._receive_step(further):
+        while self.workers.can_lose_results and not await self._receive_step(further):
             await asyncio.gather(*further.tasks)
         self.in_flight.remove(further)
-        return replace(batch, parts=[*batch.parts, *further.build_batch().parts])
+        batch.requests += further.requests
+        batch.tasks += further.tasks
 
     async def wait_until_done(self) -> None:
         """Wait for all rollouts in flight."""
         await asyncio.gather(*[task for step in self.in_flight for task in step.tasks])
 
     async def fetch_part(
-        self, step: StepInFlight, index: int
-    ) -> tuple[ScoredRollouts, Any, np.ndarray]:
+        self, step: RolloutBatch, index: int
+    ) -> tuple[RolloutPart, Any, np.ndarray]:
         """A part of a step in flight, its rollouts and its images, in this process."""
         while True:
             part = await step.tasks[index]
@@ -236,7 +214,11 @@ class RolloutQueue:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def build_requests(
-        self, step: int, chosen: Plan | None = None, prompts: Sequence[Prompt] | None = None
+        self,
+        step: int,
+        chosen: Plan | None = None,
+        prompts: Sequence[Prompt] | None = None,
+        filter_samples: int | None = None,
     ) -> list[RolloutRequest]:
         """The rollouts of a step as requests of whole groups, about a micro-batch each, whoever
         generates them.
@@ -244,109 +226,71 @@ class RolloutQueue:
         Args:
             chosen: which denoising steps are trained; left out, the window of the step.
             prompts: left out, those of the step.
+            filter_samples: of each prompt, for the first pass of ``prompt_filter``, which makes
+                them as in a step.
         """
+        ctx = self.ctx
+        config = ctx.online_config
         if prompts is None:
             prompts = self.sampler.sample_batch(step)
-        group_size = self.ctx.config.group_size
-        return self._build_group_requests(
-            step,
-            prompts,
-            group_size,
-            # Numbers go on from step to step: a prompt that comes again gets other noise.
-            first_sample=step * group_size,
-            sharing=self.ctx.config.noise_sharing,
-            chosen=chosen,
-            profiled=self.ctx.online_config.is_profiled("rollout", step),
-        )
-
-    def build_filter_requests(
-        self, prompts: Sequence[Prompt], samples: int
-    ) -> list[RolloutRequest]:
-        """Some samples of each prompt, made as in step 0; their numbers come after those of all
-        steps.
-        """
-        return self._build_group_requests(
-            0,
-            prompts,
-            samples,
-            # The number of a sample decides its noise: no training step may get the same again.
-            first_sample=self.ctx.online_config.steps * self.ctx.config.group_size,
-            # The initial noise is shared as in a step; the later sharing of a tree is not.
-            sharing=self.ctx.config.noise_sharing[:1],
-        )
-
-    def _build_group_requests(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        first_sample: int,
-        sharing: Sequence[int],
-        chosen: Plan | None = None,
-        profiled: bool = False,
-    ) -> list[RolloutRequest]:
-        """A group of ``group_size`` samples for each prompt, in requests of about a micro-batch."""
-        ctx = self.ctx
+        group_size = filter_samples or config.group_size
+        # The number of a sample decides its noise. Numbers go on from step to step, so a prompt
+        # that comes again gets other noise, and those of the filter come after those of all steps.
+        first_sample = (config.steps if filter_samples else step) * config.group_size
+        # The filter shares the initial noise as a step does, and not the later noise of a tree.
+        sharing = config.noise_sharing[:1] if filter_samples else config.noise_sharing
         # One plan for the whole step: the trajectories of a batch are stacked, so all have the same
         # W steps. A moving window goes on where the same algorithm left it in an earlier stage of
         # the policy.
-        plan = chosen or plan_window(ctx.config, ctx.stage_seed, self.workers.steps_before + step)
-        size = choose_image_size(ctx, step)
+        plan = chosen or plan_window(config, ctx.stage_seed, self.workers.steps_before + step)
         # Samples of a group that start from the same noise are predicted once, which needs them in
         # the same request. A group larger than a micro-batch is a request of its own.
-        at_once = max(1, ctx.config.micro_batch // group_size)
+        at_once = max(1, config.micro_batch // group_size)
         requests = []
         for start in range(0, len(prompts), at_once):
             part = prompts[start : start + at_once]
-            keys = SampleKeys.number_groups(
-                ctx.stage_seed,
-                [prompt.prompt_id for prompt in part],
-                group_size,
-                first_sample,
-                sharing,
-            )
+            ids = [prompt.prompt_id for prompt in part]
             request = RolloutRequest(
                 step,
                 [prompt for prompt in part for _ in range(group_size)],
                 # One row per prompt; ``sample_index`` repeats it where it is used.
                 conditioning=self.embeddings(step, part),
                 sample_index=np.repeat(np.arange(len(part)), group_size),
-                keys=keys,
-                sampler=ctx.online_config.sampler,
+                keys=SampleKeys.number_groups(
+                    ctx.stage_seed, ids, group_size, first_sample, sharing
+                ),
+                sampler=config.sampler,
                 plan=plan,
-                profiled=profiled,
-                size=size,
-                cache=ctx.online_config.rollout_cache,
-                quantization=ctx.online_config.rollout_quantization,
+                profiled=config.is_profiled("rollout", step) and not filter_samples,
+                size=choose_image_size(ctx, step) if config.sizes else None,
+                cache=config.rollout_cache,
+                quantization=config.rollout_quantization,
                 with_sound=self.with_sound,
             )
             requests.append(request)
         return requests
 
     async def generate_and_score(
-        self,
-        request: RolloutRequest,
-        weights: Callable[[], WeightsVersion],
-        with_guards: bool = False,
-    ) -> ScoredRollouts:
+        self, request: RolloutRequest, weights: WeightsVersion | None, with_guards: bool = False
+    ) -> RolloutPart:
         """One request, generated by a rollout worker and then scored by a reward worker.
 
         Args:
-            weights: evaluated when a worker takes the request.
+            weights: that generate; None takes the newest when a worker takes the request.
             with_guards: also score with the guardrail metrics, as a validation does.
         """
         # Rollout worker and reward worker are taken one after the other, so a rollout worker is
         # free for the next request while these images are scored.
-        rollouts, images, report = await self.generate_request(request, weights)
+        part = await self.generate_request(request, weights)
         profiled = self.ctx.online_config.is_profiled("reward", request.step) and not with_guards
         try:
             # Rollouts are large: they travel to a reward worker only if a reward scores what they
             # have beside the images.
-            latents = rollouts if self.workers.reads_rollouts else None
+            latents = part.rollouts if self.workers.reads_rollouts else None
             scores, statistics, spans = await self.workers.reward.run(
                 lambda worker: worker.call(
                     RewardWorker.score,
-                    images,
+                    part.images,
                     request.prompts,
                     request.step,
                     with_guards,
@@ -368,35 +312,32 @@ class RolloutQueue:
             statistics = create_missing_statistics(len(request))
             spans = []
         self.spans += spans
+        part.spans += spans
         # A sample that is not finite has pixels all the same, and a reward may have scored them.
-        scores = scores.fail_broken_latents(report.finite)
-        statistics = {
-            name: np.where(report.finite, values, np.nan) for name, values in statistics.items()
+        part.scores = scores.fail_broken_latents(part.finite)
+        part.statistics = {
+            name: np.where(part.finite, values, np.nan) for name, values in statistics.items()
         }
-        return ScoredRollouts(
-            request, rollouts, images, report, scores, report.spans + spans, statistics
-        )
+        return part
 
     async def generate_and_score_all(
         self,
         requests: Sequence[RolloutRequest],
         weights: WeightsVersion,
         with_guards: bool = False,
-    ) -> list[ScoredRollouts]:
+    ) -> list[RolloutPart]:
         """``generate_and_score`` for several requests at once, with the same weights; in their
         order.
         """
         return await asyncio.gather(
-            *[
-                self.generate_and_score(request, lambda: weights, with_guards)
-                for request in requests
-            ]
+            *[self.generate_and_score(request, weights, with_guards) for request in requests]
         )
 
     async def generate_request(
-        self, request: RolloutRequest, weights: Callable[[], WeightsVersion]
-    ) -> tuple[Handle, Handle, RolloutReport]:
-        """(handle of the rollouts, handle of the images, report) of a request.
+        self, request: RolloutRequest, weights: WeightsVersion | None
+    ) -> RolloutPart:
+        """Generate the samples of a request, without scores; ``weights``: as in
+        ``generate_and_score``.
 
         Raises:
             StageError: several workers died over it.
@@ -405,8 +346,10 @@ class RolloutQueue:
             # In mode ``async`` the request waits for a worker and then takes the newest weights,
             # not those of the time at which it was queued. An engine's own error is not caught: it
             # would come again on another worker.
-            rollouts, images, report = await self.workers.rollout.run(
-                lambda worker: worker.call(RolloutWorker.generate, request, weights()),
+            rollouts, images, part = await self.workers.rollout.run(
+                lambda worker: worker.call(
+                    RolloutWorker.generate, request, weights or self.weights
+                ),
                 f"generating samples of step {request.step}",
             )
         except CallFailed as failure:
@@ -415,32 +358,29 @@ class RolloutQueue:
                 f" {failure.error}. Check the memory of their machine, or lower the stage's"
                 " micro_batch"
             ) from failure
-        self.spans += report.spans
-        return rollouts, images, report
+        self.spans += part.spans
+        part.request = request
+        part.rollouts = rollouts
+        part.images = images
+        return part
 
-    def _start_step(self, step: int, requests: Sequence[RolloutRequest]) -> StepInFlight:
-        """A step in flight. Its weights are those of now, or in mode ``async`` the newest when a
-        worker takes a request.
+    def _start_requests(self, step: int, requests: list[RolloutRequest]) -> RolloutBatch:
+        """Start the rollouts of a step, with the weights of now, or in mode ``async`` with the
+        newest when a worker takes a request.
         """
         # Fixed now in the other modes: rollouts that are made again use the weights of their step,
         # so the version of a sample does not depend on what was lost.
         weights = None if self.ctx.online_config.mode == "async" else self.weights
-        tasks = [self._start_request(request, weights) for request in requests]
-        return StepInFlight(step, requests, tasks, weights=weights)
+        tasks: list[asyncio.Future[RolloutPart]] = [
+            asyncio.ensure_future(self.generate_and_score(request, weights)) for request in requests
+        ]
+        return RolloutBatch(step, requests, tasks, weights)
 
-    def _start_request(
-        self, request: RolloutRequest, weights: WeightsVersion | None
-    ) -> asyncio.Future[ScoredRollouts]:
-        """The task of a request; ``weights``: as in ``StepInFlight``."""
-        return asyncio.ensure_future(
-            self.generate_and_score(request, lambda: weights or self.weights)
-        )
-
-    async def _receive_step(self, step: StepInFlight) -> bool:
+    async def _receive_step(self, step: RolloutBatch) -> bool:
         """Whether the ranks have got the rollouts of a finished step; those that are gone are
         generated again.
         """
-        rollouts = [part.rollouts for part in step.build_batch().parts]
+        rollouts = [part.rollouts for part in step.parts]
         with suppress(ResultLost):
             await self.workers.training.receive(*rollouts)
             return True
@@ -452,10 +392,10 @@ class RolloutQueue:
                 self._regenerate_request(step, index, lost)
         return step.is_done
 
-    def _regenerate_request(self, step: StepInFlight, index: int, lost: ResultLost) -> None:
+    def _regenerate_request(self, step: RolloutBatch, index: int, lost: ResultLost) -> None:
         request = step.requests[index]
         _warn_of_loss(request, lost)
-        step.tasks[index] = self._start_request(request, step.weights)
+        step.tasks[index] = asyncio.ensure_future(self.generate_and_score(request, step.weights))
 
     def _regenerate_stale(self, oldest: int) -> None:
         """Generate those requests of finished steps again whose weights are older than the version
@@ -465,10 +405,12 @@ class RolloutQueue:
             # The requests of an unfinished step wait: they may still take newer weights.
             if not step.is_done:
                 continue
-            for index, part in enumerate(step.build_batch().parts):
-                if part.report.version < oldest:
+            for index, part in enumerate(step.parts):
+                if part.version < oldest:
                     step.num_dropped += len(part.request)
-                    step.tasks[index] = self._start_request(part.request, step.weights)
+                    step.tasks[index] = asyncio.ensure_future(
+                        self.generate_and_score(part.request, step.weights)
+                    )
 
 
 def _warn_of_loss(request: RolloutRequest, lost: ResultLost) -> None:
@@ -477,14 +419,12 @@ def _warn_of_loss(request: RolloutRequest, lost: ResultLost) -> None:
     )
 
 
-def choose_image_size(ctx: StageContext, step: int) -> Size | None:
-    """Height and width of the images of a step; None: those of the model.
+def choose_image_size(ctx: StageContext, step: int) -> Size:
+    """Height and width of the images of a step of a stage with ``sizes``.
 
-    A step has one size, drawn by the weights of ``sizes``: the latents of a batch must be alike.
+    A step has one size, drawn by their weights: the latents of a batch must be alike.
     """
     sizes = ctx.config.sizes
-    if not sizes:
-        return None
     generator = make_generator(
         ctx.stage_seed, prompt_id=0, sample=step, step=0, stream=Stream.SIZES
     )

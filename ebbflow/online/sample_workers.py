@@ -16,7 +16,7 @@ import torch
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.image_statistics import compute_image_statistics
 from ebbflow.models.base import generate_in_size
-from ebbflow.online.messages import RolloutReport, RolloutRequest, TaskTimer, TraceSpan
+from ebbflow.online.messages import RolloutPart, RolloutRequest, TaskTimer, TraceSpan
 from ebbflow.rewards.combine import Scorer, ScoreTable
 from ebbflow.rollouts.engine import Engine, build_text_arguments
 from ebbflow.rollouts.generate import Diffusers, Rollouts, find_finite_rows
@@ -44,14 +44,20 @@ class RolloutWorker:
 
     def generate(
         self, request: RolloutRequest, weights: WeightsVersion
-    ) -> tuple[Rollouts, np.ndarray, RolloutReport]:
+    ) -> tuple[Rollouts, np.ndarray, RolloutPart]:
         """(rollouts on the CPU, images, report). New weights are received and verified first.
 
         Raises:
             TransferError: the weights that arrived are not those that were sent.
         """
+        received: list[TraceSpan] = []
         # A request names its weights, so a worker that was replaced loads them with its first one.
-        receive_seconds = self._load_weights(weights, request.step)
+        # Without a digest the engine shares the trainer's. The digest is compared as well: a
+        # validation sends another copy of the policy under the same version.
+        if weights.digest and (weights.version, weights.digest) != self.loaded:
+            with self.timer.time_task("receive", request.step) as received:
+                self.engine.load(weights.receive_tensors(self.fetch))
+                self.loaded = weights.version, weights.digest
         sized: AbstractContextManager[None] = nullcontext()
         generate: Callable[..., tuple[Rollouts, np.ndarray]] = self.engine.generate
         if isinstance(self.engine, Diffusers):
@@ -69,17 +75,17 @@ class RolloutWorker:
                 )
             generate = partial(generate, **build_text_arguments(self.engine, request.prompts))
         with (
-            self.timer.time_task(request.task, request.step, request.profiled),
+            self.timer.time_task(request.task, request.step, request.profiled) as generated,
             sized,
         ):
             # One row per prompt travels; here it is repeated for every sample.
             conditioning = request.conditioning.select_rows(torch.from_numpy(request.sample_index))
             rollouts, images = generate(conditioning, request.keys, request.sampler, request.plan)
-        report = RolloutReport(
+        report = RolloutPart(
             weights.version,
-            receive_seconds,
+            sum((span.seconds for span in received), 0.0),
             find_finite_rows(rollouts.latents),
-            self.timer.drain_spans(),
+            spans=received + generated,
         )
         # Rollouts may wait for training for some steps, and the device needs the room for the next
         # ones.
@@ -87,18 +93,6 @@ class RolloutWorker:
 
     def close(self) -> None:
         self.engine.close()
-
-    def _load_weights(self, weights: WeightsVersion, step: int) -> float:
-        """Bring the engine to these weights; seconds that it took. Without a digest the engine
-        shares the trainer's.
-        """
-        # The digest as well: a validation sends another copy of the policy under the same version.
-        if not weights.digest or (weights.version, weights.digest) == self.loaded:
-            return 0.0
-        with self.timer.time_task("receive", step):
-            self.engine.load(weights.receive_tensors(self.fetch))
-            self.loaded = weights.version, weights.digest
-        return self.timer.spans[-1].seconds
 
 
 class RewardWorker:
@@ -125,7 +119,8 @@ class RewardWorker:
                 guardrail metrics, and without rewards that compare.
             rollouts: of the images, for rewards that score latents or sound.
         """
-        with self.timer.time_task("validation" if with_guards else "scoring", step, profiled):
+        task = "validation" if with_guards else "scoring"
+        with self.timer.time_task(task, step, profiled) as spans:
             # A validation has one image per prompt, so rewards that compare a group have nothing to
             # compare. Training does without guardrails: they cost time and change no update.
             if with_guards:
@@ -136,4 +131,4 @@ class RewardWorker:
             statistics = compute_image_statistics(images)
             latents = rollouts.latents.numpy() if rollouts else None
             scores = scorer(images, prompts, latents, rollouts.sounds if rollouts else None)
-        return scores, statistics, self.timer.drain_spans()
+        return scores, statistics, spans

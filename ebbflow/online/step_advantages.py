@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ebbflow.algorithms.advantages import (
     AdvantageResult,
     PromptStatistics,
@@ -32,21 +30,45 @@ def compute_step_advantages(
     batch: RolloutBatch,
     weights: Mapping[str, float],
     history: PromptStatistics,
-    memory: dict[str, Any] | None = None,
 ) -> AdvantageResult:
-    """Compute the advantages of the N samples of a step, as the algorithm reshapes them.
+    """Compute the advantages of the N samples of a step.
 
     Args:
         weights: of the trained rewards in their sum, by column.
         history: the moments of every prompt so far, of ``advantages.running``.
-        memory: what the algorithm remembers from step to step, where it reshapes advantages.
     """
-    advantages = _compute_advantages(ctx, batch, weights, history)
-    reshape = ctx.algorithm.reshape
-    if reshape is None:
-        return advantages
-    # Every column, also those of rewards without weight, which ``weights`` leaves out.
-    scores = StepScores(batch.scores.reward, batch.scores.metrics, batch.prompt_ids)
+    config = ctx.online_config.advantages
+    table = batch.scores
+    # Of the trained rewards, [N] each, without other columns.
+    scores = {name: table.metrics[name] for name in weights}
+    scored = table.scored_rows
+    # Leaves of a tree share steps, so each of their W steps gets an advantage of its own, [N, W].
+    if ctx.online_config.tree:
+        return compute_tree_advantages(
+            scores, weights, batch.prompt_ids, config, batch.tree_nodes, scored
+        )
+    # A branch may have rewards of its own, and so other judges than the recipe.
+    judges = list_judges(ctx.branch_recipe.rewards, ctx.recipe.model)
+    if judges:
+        return compute_latent_advantages(scores, weights, batch.prompt_ids, config, judges, scored)
+    return compute_advantages(scores, weights, batch.prompt_ids, config, history, scored)
+
+
+def reshape_step_advantages(
+    ctx: StageContext, batch: RolloutBatch, advantages: AdvantageResult, memory: dict[str, Any]
+) -> AdvantageResult:
+    """Return the advantages of a step as an algorithm with ``reshapes_advantages`` reshapes them.
+
+    Args:
+        memory: what the algorithm remembers from step to step.
+
+    Raises:
+        RewardError: it reads a score that no reward gives.
+        TrainingError: it gates a penalty that its samples have not.
+    """
+    table = batch.scores
+    # Every column, also those of rewards without weight, which advantages leave out.
+    scores = StepScores(table.reward, table.metrics, batch.prompt_ids)
     # Metrics of rewards are known only now that they have scored.
     for name in ctx.config.hyper_parameters.read_columns:
         if name not in scores.columns:
@@ -55,9 +77,9 @@ def compute_step_advantages(
                 f" {', '.join(scores.columns)}; add it to 'rewards' with weight: 0, or name"
                 " another one"
             )
-    reshaped = reshape(
-        advantages, scores, ctx.config.hyper_parameters, {} if memory is None else memory
-    )
+    reshape = ctx.algorithm.reshape
+    assert reshape is not None, "the recipe compares it with reshapes_advantages"
+    reshaped = reshape(advantages, scores, ctx.config.hyper_parameters, memory)
     if reshaped.penalty_factor is not None and not ctx.config.algorithm_kind.records_trajectory:
         raise TrainingError(
             f"'reshape' of {ctx.config.algorithm_name} returned a penalty_factor, which only rows"
@@ -71,27 +93,6 @@ def compute_step_advantages(
     return replace(reshaped, values=values, metrics=metrics)
 
 
-def _compute_advantages(
-    ctx: StageContext,
-    batch: RolloutBatch,
-    weights: Mapping[str, float],
-    history: PromptStatistics,
-) -> AdvantageResult:
-    config = ctx.online_config.advantages
-    scores = _select_scores(batch, weights)
-    scored = batch.scores.scored_rows
-    # Leaves of a tree share steps, so each of their W steps gets an advantage of its own, [N, W].
-    if ctx.online_config.tree:
-        return compute_tree_advantages(
-            scores, weights, batch.prompt_ids, config, batch.tree_nodes, scored
-        )
-    # A branch may have rewards of its own, and so other judges than the recipe.
-    judges = list_judges(ctx.branch_recipe.rewards, ctx.recipe.model)
-    if judges:
-        return compute_latent_advantages(scores, weights, batch.prompt_ids, config, judges, scored)
-    return compute_advantages(scores, weights, batch.prompt_ids, config, history, scored)
-
-
 def find_varied_prompts_of_step(
     ctx: StageContext, batch: RolloutBatch, weights: Mapping[str, float]
 ) -> list[int]:
@@ -100,15 +101,11 @@ def find_varied_prompts_of_step(
     Args:
         weights: as of ``compute_step_advantages``.
     """
+    table = batch.scores
     return find_varied_prompts(
-        _select_scores(batch, weights),
+        {name: table.metrics[name] for name in weights},
         weights,
         batch.prompt_ids,
         ctx.online_config.advantages,
-        batch.scores.scored_rows,
+        table.scored_rows,
     )
-
-
-def _select_scores(batch: RolloutBatch, weights: Mapping[str, float]) -> dict[str, np.ndarray]:
-    """Return the scores of the trained rewards, [N] each, without other columns."""
-    return {name: batch.scores.metrics[name] for name in weights}

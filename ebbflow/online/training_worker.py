@@ -124,16 +124,14 @@ class TrainingWorker:
         with (
             # The model's size is set for the step: a stage may train on images of several sizes in
             # turn.
-            self.timer.time_task("training", step, profiled),
+            self.timer.time_task("training", step, profiled) as spans,
             generate_in_size(self.updater.policy.model, requests[0].size),
         ):
             joined, exchange = self.join_step(rollouts)
             samples, metrics = self._build_step_samples(requests, advantages, joined, exchange)
             metrics |= self._train_on_samples(samples, advantages, step, exchange)
             metrics |= self.updater.finish_step()
-        return TrainingReport(
-            metrics, self.updater.updates, self.updater.alarms, self.timer.drain_spans()
-        )
+        return TrainingReport(metrics, self.updater.updates, self.updater.alarms, spans)
 
     def join_step(self, rollouts: Sequence[Any]) -> tuple[Rollouts, SampleExchange | None]:
         """Join what ``train`` was given: all samples of the step, and how those come that lie on
@@ -159,8 +157,14 @@ class TrainingWorker:
         # now.
         updater.start_rollout()
         keys = SampleKeys.join_keys([request.keys for request in requests])
-        conditioning, sample_index = _join_conditioning(requests)
+        # One row for each prompt. Rows of a request follow those of the requests before it, so the
+        # row of each sample moves by as many.
+        conditioning = Conditioning.concatenate([request.conditioning for request in requests])
         conditioning = conditioning.to(device_of(updater.policy.model))
+        first_row = np.cumsum([0] + [len(request.conditioning) for request in requests])
+        sample_index = np.concatenate(
+            [r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]
+        )
         if not self.ctx.config.guidance_in_loss:
             conditioning = conditioning.without_guidance()
         trajectory = rollouts.trajectory
@@ -346,17 +350,6 @@ class TrainingWorker:
     def load_checkpoint(self, folder: Path) -> None:
         """Continue from a checkpoint."""
         restore_updater(folder, self.updater)
-
-
-def _join_conditioning(requests: Sequence[RolloutRequest]) -> tuple[Conditioning, np.ndarray]:
-    """Join the conditioning of requests, one row for each prompt, and the row of each sample."""
-    conditioning = Conditioning.concatenate([request.conditioning for request in requests])
-    # Rows of a request follow those of the requests before it, so its indices move by as many.
-    first_row = np.cumsum([0] + [len(request.conditioning) for request in requests])
-    sample_index = np.concatenate(
-        [r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]
-    )
-    return conditioning, sample_index
 
 
 def _bring_groups(

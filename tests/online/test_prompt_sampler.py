@@ -311,7 +311,7 @@ def test_the_samples_of_a_first_pass_start_as_those_of_a_step(make_recipe, make_
     queue = RolloutQueue(ctx, workers, PromptSampler(ctx, prompts), lambda step, wanted: None)
     for requests in (
         queue.build_requests(0, prompts=prompts),
-        queue.build_filter_requests(prompts, 3),
+        queue.build_requests(0, prompts=prompts, filter_samples=3),
     ):
         for request in requests:
             different = {

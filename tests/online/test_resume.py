@@ -368,14 +368,14 @@ def test_how_often_there_is_a_checkpoint_changes_nothing(attempt, mode):
 
 
 def test_rollouts_in_flight_are_not_generated_again(attempt, monkeypatch):
-    roll_out = RolloutQueue._start_request
+    roll_out = RolloutQueue.generate_and_score
     steps = []
 
     def note(queue, request, weights):
         steps.append((request.step, weights.version))
         return roll_out(queue, request, weights)
 
-    monkeypatch.setattr(RolloutQueue, "_start_request", note)
+    monkeypatch.setattr(RolloutQueue, "generate_and_score", note)
     with pytest.raises(Killed):
         attempt("killed", kill=3, mode="one_step_off")
     assert steps == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]

@@ -10,7 +10,7 @@ import pytest
 
 from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.algorithms.base import Algorithm
-from ebbflow.online.step_advantages import compute_step_advantages
+from ebbflow.online.step_advantages import compute_step_advantages, reshape_step_advantages
 from ebbflow.recipe.algorithms import ForwardConfig, TrajectoryConfig
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.stage import StageContext
@@ -45,7 +45,8 @@ def compute_with(make_recipe, name):
         scores=ScoreTable(columns["darkness"], columns, [None] * 3),
         tree_nodes=None,
     )
-    return compute_step_advantages(ctx, batch, {"darkness": 1.0}, PromptStatistics())
+    advantages = compute_step_advantages(ctx, batch, {"darkness": 1.0}, PromptStatistics())
+    return reshape_step_advantages(ctx, batch, advantages, {})
 
 
 def test_the_reference_penalty_is_gated_on_trajectories_alone(make_recipe):

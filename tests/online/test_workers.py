@@ -13,8 +13,8 @@ import pytest
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.online import rollout_queue
-from ebbflow.online.messages import RolloutRequest
-from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
+from ebbflow.online.messages import RolloutBatch, RolloutRequest
+from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import (
     MAX_DEATHS,
@@ -186,7 +186,7 @@ def test_a_request_that_kills_every_worker_ends_the_stage(work):
                 r" request.*killed.*micro_batch"
             ),
         ):
-            asyncio.run(RolloutQueue.generate_request(Queue(), Request(7), lambda: None))
+            asyncio.run(RolloutQueue.generate_request(Queue(), Request(7), "version 0"))
     finally:
         Hand.call = whole
 
@@ -247,17 +247,17 @@ def test_what_a_checkpoint_does_not_find_is_generated_again():
             raise ResultLost("their machine is gone")
         return handle
 
-    def roll_out(request, weights):
+    async def roll_out(request, weights):
         started.append((request, weights))
-        return asyncio.ensure_future(done(again))
+        return again
 
     async def run():
         tasks = [asyncio.ensure_future(done(part)) for part in (gone, found)]
-        step = StepInFlight(3, [request, request], tasks, weights="version 2")
+        step = RolloutBatch(3, [request, request], tasks, weights="version 2")
         return [await queue.fetch_part(step, index) for index in range(2)]
 
     queue.workers = SimpleNamespace(fetch_value=fetch)
-    queue._start_request = roll_out
+    queue.generate_and_score = roll_out
     assert asyncio.run(run()) == [(again, "again", "again"), (found, "found", "found")]
     assert started == [(request, "version 2")]
 
@@ -284,12 +284,12 @@ def test_who_has_a_request_that_hangs_is_named(monkeypatch, caplog, role, what):
             may_end.set()
 
         pool = WorkerPool(role, [Crew().worker(3)], None)
-        step = StepInFlight(5, [None], [asyncio.ensure_future(pool.run(hang, what))])
+        step = RolloutBatch(5, [None], [asyncio.ensure_future(pool.run(hang, what))])
         queue = RolloutQueue.__new__(RolloutQueue)
         config = SimpleNamespace(placement="in_process", mode="sync")
         queue.ctx = SimpleNamespace(online_config=config)
         queue.in_flight = [step]
-        queue._receive_step = lambda step: asyncio.sleep(0, True)
+        queue.workers = SimpleNamespace(can_lose_results=False)
         return (await asyncio.gather(queue.next_batch(5), watch_the_log()))[0]
 
     assert asyncio.run(run()).parts == ["samples"]

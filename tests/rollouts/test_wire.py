@@ -28,8 +28,6 @@ from ebbflow.rollouts.wire import (
     unpack_rollouts,
 )
 
-pytestmark = pytest.mark.any_cpu
-
 
 @pytest.fixture
 def pair():

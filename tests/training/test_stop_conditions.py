@@ -25,8 +25,6 @@ from ebbflow.training.stop_conditions import (
 )
 from tests.two_processes import as_two_ranks
 
-pytestmark = pytest.mark.any_cpu
-
 
 @pytest.fixture
 def clock(monkeypatch):
