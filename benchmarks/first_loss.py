@@ -40,6 +40,7 @@ from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
+from ebbflow.watchdog import watch
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = str(ROOT / "ebbflow")
@@ -149,6 +150,10 @@ def record_first_step(algorithm: str = "flow_grpo") -> CallRecorder:
         for number, text in enumerate(("ABCD", "EFGH", "IJKL"))
     ]
     recorder = CallRecorder()
+    # Whatever loads a model is watched, so the watchdog of a stage looks around long before its
+    # first step, every 15 seconds; on a busy machine it would do so within a recorded step or not.
+    with watch("loading a model"):
+        pass
     # Noise is generated in a thread and images are scored in one; both start within the step.
     threading.setprofile(recorder.record_call)
     sys.setprofile(recorder.record_call)
