@@ -269,7 +269,7 @@ def count_phases(recipe: Recipe) -> Iterator[tuple[str, int]]:
         with patch.object(
             generating, "predict", lambda model, latents, *_: torch.empty_like(latents)
         ):
-            window = plan_window(stage, 0, 0)
+            window = plan_window(stage, 0, 0, stage.hyper_parameters.compares_means)
             recorded = generate_samples(model, rows, keys, stage.sampler, window, stage.pass_size)
     assert recorded.trajectory
     columns = [recorded.latents, *recorded.trajectory.list_columns().values()]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.latents import list_judges
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.seeding import derive_seed
@@ -76,6 +77,12 @@ class StageContext:
         from ebbflow.algorithms.registry import find_algorithm
 
         return find_algorithm(self.config.algorithm)
+
+    @property
+    def latent_judges(self) -> dict[str, list[str]]:
+        """The rewards that judge each latent of a sample (``list_judges``)."""
+        # A branch may have rewards of its own, and so other judges than the recipe.
+        return list_judges(self.branch_recipe.rewards, self.recipe.model)
 
     @property
     def following_copies(self) -> tuple[FollowingName, ...]:

@@ -173,7 +173,7 @@ def count_recorded_latents(ctx: StageContext) -> int:
 
 
 def _first_window_plan(ctx: StageContext) -> Plan:
-    plan = plan_window(ctx.config, ctx.stage_seed, 0)
+    plan = plan_window(ctx.config, ctx.stage_seed, 0, with_means=False)
     assert plan, "algorithms on trajectories have a window"
     return plan
 
@@ -194,7 +194,9 @@ def average_denoising_steps(ctx: StageContext) -> float:
     config = ctx.config
     if config.kind != "online" or config.window is None:
         return config.sampler.steps
-    plans = [plan_window(config, ctx.stage_seed, step) for step in range(config.steps)]
+    plans = [
+        plan_window(config, ctx.stage_seed, step, with_means=False) for step in range(config.steps)
+    ]
     return sum(_evaluations_per_sample(ctx, plan) for plan in plans if plan) / config.steps
 
 

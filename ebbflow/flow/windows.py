@@ -111,12 +111,16 @@ class Trajectory:
         )
 
 
-def plan_window(stage: StageConfig, seed: int, optimisation_step: int) -> Plan | None:
+def plan_window(
+    stage: StageConfig, seed: int, optimisation_step: int, with_means: bool
+) -> Plan | None:
     """Plan the steps of an optimisation step as a stage says; None where its algorithm has no
     window.
 
     Args:
         seed: that of the stage.
+        with_means: whether the loss of the algorithm compares means
+            (``AlgorithmConfig.compares_means``).
     """
     if stage.window is None:
         return None
@@ -125,7 +129,7 @@ def plan_window(stage: StageConfig, seed: int, optimisation_step: int) -> Plan |
     tree = stage.tree if isinstance(stage, OnlineStageConfig) else None
     splits = tree.splits if tree else ()
     plan = plan_steps(stage.window, stage.sampler.steps, optimisation_step, seed, splits)
-    return replace(plan, with_means=stage.hyper_parameters.compares_means)
+    return replace(plan, with_means=with_means)
 
 
 def count_states(trained: Sequence[int]) -> int:

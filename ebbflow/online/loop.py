@@ -198,6 +198,8 @@ class OnlineLoop:
         self.ctx = ctx
         self.config = ctx.online_config
         self.steps_ahead = count_steps_ahead(self.config)
+        self.judges = ctx.latent_judges
+        self.reshapes_advantages = self.config.hyper_parameters.reshapes_advantages
         self.workers = workers
         self.validation = validation
         self.recorder = recorder
@@ -266,9 +268,9 @@ class OnlineLoop:
                     *compute_reward_moments(batch.scores.reward, batch.prompt_ids)
                 )
             advantages = compute_step_advantages(
-                self.ctx, batch, self.workers.reward_weights, self.state.history
+                self.ctx, batch, self.workers.reward_weights, self.state.history, self.judges
             )
-            if self.config.hyper_parameters.reshapes_advantages:
+            if self.reshapes_advantages:
                 memory = self.state.algorithm_memory
                 advantages = reshape_step_advantages(self.ctx, batch, advantages, memory)
             report = await self._train_on_batch(batch, advantages)

@@ -97,6 +97,11 @@ class RolloutQueue:
         # Guardrails are scored in validations alone.
         self.with_sound = reads_any(ctx.branch_recipe.rewards, "sounds")
         self.max_steps_ahead = count_steps_ahead(ctx.online_config)
+        # The same for all steps.
+        self.noise_sharing = ctx.config.noise_sharing
+        self.records_means = ctx.config.hyper_parameters.compares_means
+        self.profiled_rollouts = ctx.online_config.list_profiled_steps("rollout")
+        self.profiled_rewards = ctx.online_config.list_profiled_steps("reward")
         self.weights = WeightsVersion(0)
         self.spans: list[TraceSpan] = []
         # Steps that are not started yet. With those in flight it is all that a checkpoint has to
@@ -238,11 +243,12 @@ class RolloutQueue:
         # that comes again gets other noise, and those of the filter come after those of all steps.
         first_sample = (config.steps if filter_samples else step) * config.group_size
         # The filter shares the initial noise as a step does, and not the later noise of a tree.
-        sharing = config.noise_sharing[:1] if filter_samples else config.noise_sharing
+        sharing = self.noise_sharing[:1] if filter_samples else self.noise_sharing
         # One plan for the whole step: the trajectories of a batch are stacked, so all have the same
         # W steps. A moving window goes on where the same algorithm left it in an earlier stage of
         # the policy.
-        plan = chosen or plan_window(config, ctx.stage_seed, self.workers.steps_before + step)
+        step_of_policy = self.workers.steps_before + step
+        plan = chosen or plan_window(config, ctx.stage_seed, step_of_policy, self.records_means)
         # Samples of a group that start from the same noise are predicted once, which needs them in
         # the same request. A group larger than a micro-batch is a request of its own.
         at_once = max(1, config.micro_batch // group_size)
@@ -261,7 +267,7 @@ class RolloutQueue:
                 ),
                 sampler=config.sampler,
                 plan=plan,
-                profiled=config.is_profiled("rollout", step) and not filter_samples,
+                profiled=step in self.profiled_rollouts and not filter_samples,
                 size=choose_image_size(ctx, step) if config.sizes else None,
                 cache=config.rollout_cache,
                 quantization=config.rollout_quantization,
@@ -282,7 +288,7 @@ class RolloutQueue:
         # Rollout worker and reward worker are taken one after the other, so a rollout worker is
         # free for the next request while these images are scored.
         part = await self.generate_request(request, weights)
-        profiled = self.ctx.online_config.is_profiled("reward", request.step) and not with_guards
+        profiled = request.step in self.profiled_rewards and not with_guards
         try:
             # Rollouts are large: they travel to a reward worker only if a reward scores what they
             # have beside the images.

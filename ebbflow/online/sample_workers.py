@@ -99,7 +99,10 @@ class RewardWorker:
     """A scorer with a timer."""
 
     def __init__(self, scorer: Scorer, index: int = 0) -> None:
-        self.scorer = scorer
+        # A validation has one image per prompt, so rewards that compare a group have nothing to
+        # compare. Training does without guardrails: they cost time and change no update.
+        self.validation_scorer = scorer.without_group_rewards()
+        self.training_scorer = replace(scorer, guardrails=())
         self.timer = TaskTimer("reward", index)
 
     def score(
@@ -121,12 +124,7 @@ class RewardWorker:
         """
         task = "validation" if with_guards else "scoring"
         with self.timer.time_task(task, step, profiled) as spans:
-            # A validation has one image per prompt, so rewards that compare a group have nothing to
-            # compare. Training does without guardrails: they cost time and change no update.
-            if with_guards:
-                scorer = self.scorer.without_group_rewards()
-            else:
-                scorer = replace(self.scorer, guardrails=())
+            scorer = self.validation_scorer if with_guards else self.training_scorer
             # Before the rewards: a user's reward may write into its images.
             statistics = compute_image_statistics(images)
             latents = rollouts.latents.numpy() if rollouts else None

@@ -4,7 +4,7 @@ a tree, or of each latent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from ebbflow.algorithms.advantages import (
 )
 from ebbflow.algorithms.base import StepScores
 from ebbflow.online.messages import RolloutBatch
-from ebbflow.recipe.latents import list_judges
 from ebbflow.rewards.base import RewardError
 from ebbflow.stage import StageContext
 from ebbflow.training.passes import TrainingError
@@ -30,12 +29,14 @@ def compute_step_advantages(
     batch: RolloutBatch,
     weights: Mapping[str, float],
     history: PromptStatistics,
+    judges: Mapping[str, Collection[str]],
 ) -> AdvantageResult:
     """Compute the advantages of the N samples of a step.
 
     Args:
         weights: of the trained rewards in their sum, by column.
         history: the moments of every prompt so far, of ``advantages.running``.
+        judges: the rewards that judge each latent (``StageContext.latent_judges``).
     """
     config = ctx.online_config.advantages
     table = batch.scores
@@ -47,8 +48,6 @@ def compute_step_advantages(
         return compute_tree_advantages(
             scores, weights, batch.prompt_ids, config, batch.tree_nodes, scored
         )
-    # A branch may have rewards of its own, and so other judges than the recipe.
-    judges = list_judges(ctx.branch_recipe.rewards, ctx.recipe.model)
     if judges:
         return compute_latent_advantages(scores, weights, batch.prompt_ids, config, judges, scored)
     return compute_advantages(scores, weights, batch.prompt_ids, config, history, scored)

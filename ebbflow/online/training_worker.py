@@ -84,6 +84,7 @@ class TrainingWorker:
         self.kind = trainable_kind(ctx.config.hyper_parameters.kind)
         self.rows_per_entry = self.kind.rows_per_entry(ctx.config.hyper_parameters)
         self.pass_size = ctx.online_config.pass_size
+        self.profiled_steps = ctx.online_config.list_profiled_steps("training")
         self.metadata = metadata
         self.rank = rank
         self.scorer = scorer
@@ -120,11 +121,10 @@ class TrainingWorker:
             rollouts: those of each request, in their order.
         """
         step = requests[0].step
-        profiled = self.ctx.online_config.is_profiled("training", step)
         with (
             # The model's size is set for the step: a stage may train on images of several sizes in
             # turn.
-            self.timer.time_task("training", step, profiled) as spans,
+            self.timer.time_task("training", step, step in self.profiled_steps) as spans,
             generate_in_size(self.updater.policy.model, requests[0].size),
         ):
             joined, exchange = self.join_step(rollouts)

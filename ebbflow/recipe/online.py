@@ -283,8 +283,8 @@ class MonitoringKeys(Strict):
     a step's samples differs from the first step's by more than this number of its standard
     deviations, beyond chance. ``null``: no warning."""
 
-    def is_profiled(self, role: Role, step: int) -> bool:
-        """Return whether the work of a role for a step is profiled."""
-        return (
-            self.profile is not None and role in self.profile.roles and step in self.profile.steps
-        )
+    def list_profiled_steps(self, role: Role) -> frozenset[int]:
+        """List the steps for which the work of a role is profiled."""
+        if self.profile is None or role not in self.profile.roles:
+            return frozenset()
+        return frozenset(self.profile.steps)

@@ -46,7 +46,10 @@ def bytes_on_the_host(recipe, prompts):
         [prompt for prompt in prompts for _ in range(config.group_size)]
     )
     rollouts, pictures = Diffusers(ctx, policy).generate(
-        conditioning, keys, config.sampler, plan_window(config, ctx.stage_seed, 0)
+        conditioning,
+        keys,
+        config.sampler,
+        plan_window(config, ctx.stage_seed, 0, config.hyper_parameters.compares_means),
     )
     columns = [rollouts.latents, *rollouts.trajectory.list_columns().values()]
     return parts, sum(value.nbytes for value in columns), pictures.nbytes

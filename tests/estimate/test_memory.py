@@ -87,7 +87,10 @@ def kept_bytes(recipe, ctx, prompts):
     conditioning = policy.model.encode_prompts(groups)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         rollouts, _ = engine.generate(
-            conditioning, keys, config.sampler, plan_window(config, ctx.stage_seed, 0)
+            conditioning,
+            keys,
+            config.sampler,
+            plan_window(config, ctx.stage_seed, 0, config.hyper_parameters.compares_means),
         )
     assert rollouts.velocities
     return sum(size for pointer, size in storages.items() if pointer not in weights)

@@ -150,9 +150,10 @@ def test_the_rewards_of_a_branch_judge_its_latents():
         prompt_ids=np.zeros(3, int), scores=ScoreTable(np.ones(3), columns, [None] * 3)
     )
     weights = dict.fromkeys(columns, 1.0)
+    contexts = [StageContext(recipe, 0, stage) for stage in (0, 1)]
     of_stages = [
-        compute_step_advantages(StageContext(recipe, 0, stage), batch, weights, PromptStatistics())
-        for stage in (0, 1)
+        compute_step_advantages(ctx, batch, weights, PromptStatistics(), ctx.latent_judges)
+        for ctx in contexts
     ]
     assert of_stages[0].of_latents.shape == (3, 2)
     assert of_stages[1].of_latents is None

@@ -93,9 +93,9 @@ def test_windows_and_statistics_go_on_in_the_next_stage(
     ctx = StageContext(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0)
     seen = []
 
-    def watched(stage, seed, step):
+    def watched(stage, seed, step, with_means):
         seen.append(step)
-        return plan_window(stage, seed, step)
+        return plan_window(stage, seed, step, with_means)
 
     monkeypatch.setattr(rollout_queue, "plan_window", watched)
     folder = start(ctx.recipe)

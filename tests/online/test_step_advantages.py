@@ -45,7 +45,7 @@ def compute_with(make_recipe, name):
         scores=ScoreTable(columns["darkness"], columns, [None] * 3),
         tree_nodes=None,
     )
-    advantages = compute_step_advantages(ctx, batch, {"darkness": 1.0}, PromptStatistics())
+    advantages = compute_step_advantages(ctx, batch, {"darkness": 1.0}, PromptStatistics(), {})
     return reshape_step_advantages(ctx, batch, advantages, {})
 
 
