@@ -24,8 +24,10 @@ from pathlib import Path
 
 ADDRESS = "EBBFLOW_TEST_FORKED_WORKERS"
 MAX_MESSAGE = 2**20
-PRELOADED = [f"ebbflow.online.{role}_worker" for role in ("training", "rollout", "reward")] + [
-    "ebbflow.models.families.glyph"
+PRELOADED = [
+    "ebbflow.online.training_worker",
+    "ebbflow.online.sample_workers",
+    "ebbflow.models.families.glyph",
 ]
 
 
