@@ -28,6 +28,7 @@ from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
 from ebbflow.storage.artifacts import write_new_folder
+from ebbflow.tracking import empty_store
 from tests.forked import is_fork_server_a_fork_of_this_process, stop_fork_server
 from tests.glyph_stages import small_stage
 from tests.mlflow_settings import read_tracking_uri
@@ -133,15 +134,31 @@ def fork_server_is_no_fork_of_pytest() -> Iterator[None]:
         )
 
 
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all processes of this test session share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(autouse=True)
-def sizes_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def sizes_cache(session_folder: Path) -> Iterator[None]:
     """Measures and checks base models anew in each session, and leaves nothing in the user's cache.
 
     The other caches stay the user's: recognisers and downloads take minutes.
     """
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.getbasetemp() / "sizes"
-        patch.setattr(measured, "cache_folder", lambda: folder)
+        patch.setattr(measured, "cache_folder", lambda: session_folder / "sizes")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stores_cache(session_folder: Path) -> Iterator[None]:
+    """Makes an empty MLflow store once for a session; of the session, as fixtures of all scopes
+    make stores.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(empty_store, "cache_folder", lambda: session_folder / "stores")
         yield
 
 

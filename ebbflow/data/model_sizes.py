@@ -122,7 +122,7 @@ class SampleSize:
 def is_layer_adapted(name: str, targets: Sequence[str]) -> bool:
     """Whether LoRA adapts the linear layer with a name."""
     # As peft matches names: "to_q" is "attn.to_q" and never "add_to_q".
-    return any(f".{name}".endswith(f".{target}") for target in targets)
+    return f".{name}".endswith(tuple(f".{target}" for target in targets))
 
 
 def select_adapted_layers(linears: Mapping[str, Shape], targets: Sequence[str]) -> list[Shape]:

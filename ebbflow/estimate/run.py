@@ -22,6 +22,7 @@ from ebbflow.estimate.main_memory import (
     count_evaluated_prompts,
     count_part_bytes,
 )
+from ebbflow.estimate.measured import measure_cached
 from ebbflow.estimate.memory import Memory, ProcessMemory
 from ebbflow.estimate.stage_memory import estimate_stage_memory
 from ebbflow.estimate.work import PNG_BYTES_PER_PIXEL, Work, estimate_work
@@ -100,9 +101,7 @@ def estimate_recipe(
     """
     if processes < 1:
         raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
-    from ebbflow.models.sizes import measure_model  # imports torch
-
-    sizes, sample, evaluated = measure_sizes(recipe, measure_model)
+    sizes, sample, evaluated = measure_sizes(recipe, measure_cached)
     return estimate_from_sizes(
         recipe, processes, sizes, sample, nodes, sharding, context_parallel, evaluated
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -264,8 +266,27 @@ def _find_parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
 
 def _build_on_meta(part: Part) -> nn.Module:
     """A part without numbers in its tensors."""
-    with torch.device("meta"):
+    with _use_meta_device():
         return _build_part(part)
+
+
+@contextmanager
+def _use_meta_device() -> Iterator[None]:
+    """Build modules on the meta device, where a layer has no numbers to initialise: to compute them
+    would take as long as everything else that building takes.
+    """
+    with torch.device("meta"), _SkipInitialization():
+        yield
+
+
+class _SkipInitialization(TorchFunctionMode):
+    """Skips what ``nn.Linear`` and the convolutions fill their tensors with."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (nn.init.kaiming_uniform_, nn.init.uniform_):
+            # torch.overrides passes a tensor that it was called with by name.
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def _build_part(part: Part) -> nn.Module:
@@ -305,7 +326,7 @@ def _measure_decoding_peak(
 ) -> int:
     # On the meta device nothing is computed; every operation gives a tensor of the right size,
     # which is all that is counted.
-    with torch.device("meta"):
+    with _use_meta_device():
         vae = kind.from_config(json.loads(config)).requires_grad_(False)
     latents = torch.zeros(
         1,
@@ -331,7 +352,9 @@ class _PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.peak = 0
-        self._alive: dict[int, int] = {}
+        # Counted along, as a backward pass has thousands of tensors alive at each operation.
+        self._total = 0
+        self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -342,10 +365,15 @@ class _PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
             # last of them goes.
             storage = value.untyped_storage()
             if id(storage) not in self._alive:
-                self._alive[id(storage)] = storage.nbytes()
-                weakref.finalize(storage, self._alive.pop, id(storage))
-        self.peak = max(self.peak, sum(self._alive.values()))
+                self._alive.add(id(storage))
+                self._total += storage.nbytes()
+                weakref.finalize(storage, self._free, id(storage), storage.nbytes())
+        self.peak = max(self.peak, self._total)
         return result
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._alive.remove(key)
+        self._total -= num_bytes
 
 
 def _count_parameters(module: nn.Module) -> int:

@@ -20,6 +20,7 @@ from ebbflow.recipe.paths import check_store_uri
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.storage.disk import DiskFullError, atomic_write, sync_path
 from ebbflow.storage.locks import wait_for_lock
+from ebbflow.tracking.empty_store import copy_empty_store, keep_empty_store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -230,8 +231,8 @@ def _list_mlflow_tables() -> set[str]:
 
 
 def _make_sqlite(database: Path) -> None:
-    """Let MLflow make its tables in another file, which then replaces ``database``: a killed
-    process leaves that as it was.
+    """Let MLflow make its tables in another file, a copy of an empty store where there is one,
+    which then replaces ``database``: a killed process leaves that as it was.
     """
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -245,6 +246,7 @@ def _make_sqlite(database: Path) -> None:
         _disable_fsync(),
     ):
         uri = f"sqlite:///{folder / database.name}"
+        is_copy = copy_empty_store(folder / database.name)
         try:
             SqlAlchemyStore(uri, (database.parent / ARTIFACTS).as_uri())
         # MLflow keeps an engine per URI for the life of the process. Its connections would stay
@@ -253,6 +255,8 @@ def _make_sqlite(database: Path) -> None:
             engine = SqlAlchemyStore._engine_map.pop(uri, None)
             if engine:
                 engine.dispose()
+        if not is_copy:
+            keep_empty_store(folder / database.name)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from sqlalchemy.engine import Engine
 
 from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import DiskFullError
+from ebbflow.tracking import empty_store
 from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import TrackingError, connect_to_store
@@ -39,7 +40,16 @@ def at_each_statement(call: Callable[[Any], object]) -> Iterator[None]:
         event.remove(Engine, "before_cursor_execute", before)
 
 
-def start_and_die(output: str, statements: int) -> None:
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's cache without an empty store, so that MLflow makes its tables here."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(empty_store, "cache_folder", lambda: folder / "ebbflow" / "stores")
+    return folder
+
+
+def start_and_die(output: str, cache: str, statements: int) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
     left = iter(range(statements))
 
     def count(_: object) -> None:
@@ -60,7 +70,8 @@ def in_processes(count: int, work: Callable[..., object], *arguments: object) ->
     return [process.exitcode for process in processes]
 
 
-def start_when_all_do(output: str, barrier: Any) -> None:
+def start_when_all_do(output: str, cache: str, barrier: Any) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
     barrier.wait()
     start_run(Recipe(output=output), None)
 
@@ -74,9 +85,12 @@ def number_of_runs(output: Path) -> int:
         return database.execute("SELECT count(*) FROM runs").fetchone()[0]
 
 
-def test_a_first_start_that_is_killed_leaves_no_store_and_the_next_makes_it(tmp_path: Path) -> None:
+def test_a_first_start_that_is_killed_leaves_no_store_and_the_next_makes_it(
+    tmp_path: Path, cache: Path
+) -> None:
     for statements in STATEMENTS:
-        assert in_processes(1, start_and_die, str(tmp_path), statements) == [-signal.SIGKILL]
+        died = in_processes(1, start_and_die, str(tmp_path), str(cache), statements)
+        assert died == [-signal.SIGKILL]
         assert not (tmp_path / "mlflow.db").exists()
     start_run(Recipe(output=str(tmp_path)), None)
     assert number_of_runs(tmp_path) == 1
@@ -85,8 +99,9 @@ def test_a_first_start_that_is_killed_leaves_no_store_and_the_next_makes_it(tmp_
     )
 
 
-def test_two_first_starts_at_once(tmp_path: Path) -> None:
-    assert in_processes(2, start_when_all_do, str(tmp_path), CONTEXT.Barrier(2)) == [0, 0]
+def test_two_first_starts_at_once(tmp_path: Path, cache: Path) -> None:
+    barrier = CONTEXT.Barrier(2)
+    assert in_processes(2, start_when_all_do, str(tmp_path), str(cache), barrier) == [0, 0]
     assert number_of_runs(tmp_path) == 2
 
 
@@ -163,3 +178,52 @@ def test_a_store_that_is_not_whole_is_named_and_stays_as_it_is(
     ):
         start_run(Recipe(output=str(tmp_path)), None)
     assert copy.read_bytes() == before
+
+
+def make_store(folder: Path) -> tuple[int, set[tuple[str, str]]]:
+    """Make a store; return the number of statements that SQLAlchemy sent and the store's schema."""
+    sent: list[object] = []
+    with at_each_statement(sent.append):
+        connect_to_store(f"sqlite:///{folder}/mlflow.db")
+    with closing(sqlite3.connect(folder / "mlflow.db")) as database:
+        schema = set(database.execute("SELECT name, sql FROM sqlite_master"))
+    return len(sent), schema
+
+
+def test_later_stores_are_copies_of_an_empty_one_with_artifacts_of_their_own(
+    tmp_path: Path,
+) -> None:
+    migrated, schema = make_store(tmp_path / "first")
+    start_run(Recipe(output=str(tmp_path / "first")), None)
+    copied, copied_schema = make_store(tmp_path / "second")
+    assert migrated > max(STATEMENTS)
+    assert copied < min(STATEMENTS[1:])
+    assert copied_schema == schema
+    assert number_of_runs(tmp_path / "second") == 0
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        client = connect_to_store(f"sqlite:///{folder}/mlflow.db")
+        assert client.get_experiment("0").artifact_location == (folder / "mlartifacts/0").as_uri()
+    copy = (empty_store._find_folder() / "mlflow.db").read_bytes()
+    assert str(tmp_path).encode() not in copy
+
+
+def test_a_damaged_copy_is_made_anew(tmp_path: Path) -> None:
+    migrated, _ = make_store(tmp_path / "first")
+    copy = empty_store._find_folder() / "mlflow.db"
+    copy.write_bytes(copy.read_bytes()[:-4096])
+    statements, schema = make_store(tmp_path / "second")
+    assert statements == migrated
+    statements, copied_schema = make_store(tmp_path / "third")
+    assert statements < migrated
+    assert copied_schema == schema
+
+
+def test_a_cache_that_cannot_be_written_costs_the_migrations_alone(
+    tmp_path: Path, cache: Path
+) -> None:
+    (cache / "ebbflow").touch()
+    for name in ("first", "second"):
+        statements, _ = make_store(tmp_path / name)
+        assert statements > max(STATEMENTS)
+        start_run(Recipe(output=str(tmp_path / name)), None)
+        assert number_of_runs(tmp_path / name) == 1
