@@ -123,17 +123,17 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_stage_ends_with_the_same_bytes(world, case):
+    """Killed before the first checkpoint, between two, and right after one."""
     stage = world(*CASES[case])
     whole = train(stage, "whole")
     assert [row["step"] for row in whole.metrics_rows] == list(range(UPDATES))
     for at in (1, 3, 4):
-        name = f"killed-{at}"
         with pytest.raises(Killed):
-            train(stage, name, at, "killed")
-        again = train(stage, name)
-        assert verify_folder(stage[0] / name) == verify_folder(stage[0] / "whole"), name
-        assert rows(again) == rows(whole), name
-        assert kept(stage[0], name) == ["step-00004", "step-00006"], name
+            train(stage, "killed", at, "killed")
+    again = train(stage, "killed")
+    assert verify_folder(stage[0] / "killed") == verify_folder(stage[0] / "whole")
+    assert rows(again) == rows(whole)
+    assert kept(stage[0], "killed") == ["step-00004", "step-00006"]
 
 
 def test_a_killed_stage_that_encodes_in_windows_ends_with_the_same_bytes(world, monkeypatch):
@@ -166,16 +166,16 @@ def test_a_stage_that_is_told_to_end_saves_after_the_step(world, caplog):
     stage = world()
     whole = train(stage, "whole")
     for at in (0, 4, 6):
-        name = f"preempted-{at}"
         said = rf"1.2 offline was preempted \(SIGTERM\) after {at + 1} of 8 steps; a checkpoint is"
         with pytest.raises(Preempted, match=said):
-            train(stage, name, at, "preempted")
-        assert kept(stage[0], name)[-1] == f"step-{at + 1:05d}", name
-        caplog.clear()
-        again = train(stage, name)
-        assert f"resuming after step {at + 1} of 8" in caplog.text
-        assert verify_folder(stage[0] / name) == verify_folder(stage[0] / "whole"), name
-        assert rows(again) == rows(whole), name
+            train(stage, "preempted", at, "preempted")
+        assert kept(stage[0], "preempted")[-1] == f"step-{at + 1:05d}"
+    again = train(stage, "preempted")
+    resumed = [line for line in caplog.messages if "resuming after step" in line]
+    for at, line in zip((0, 4, 6), resumed, strict=True):
+        assert f"resuming after step {at + 1} of 8" in line
+    assert verify_folder(stage[0] / "preempted") == verify_folder(stage[0] / "whole")
+    assert rows(again) == rows(whole)
 
 
 def test_preempted_in_the_last_step_it_is_over_and_the_next_one_leaves(world):
