@@ -241,3 +241,38 @@ def test_test_files_have_names_of_their_own() -> None:
         if not (path.parent / "__init__.py").exists()
     ]
     assert [name for name, count in Counter(path.name for path in loose).items() if count > 1] == []
+
+
+TOLERANCE = re.compile(
+    r"\b(approx|allclose|assert_allclose|assert_close|assert_equal_to_rounding|isclose)\("
+    r"|[<>] 1e-\d"
+)
+
+
+def _any_cpu_tests(path: Path) -> Iterator[tuple[str, str]]:
+    """Name and source of each test of a file that carries the mark ``any_cpu``, by itself or with
+    all of its file.
+    """
+    source = path.read_text()
+    tree = ast.parse(source)
+    whole_file = "pytestmark = pytest.mark.any_cpu" in source
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+            continue
+        if whole_file or any("any_cpu" in ast.unparse(mark) for mark in node.decorator_list):
+            yield f"{path.stem}::{node.name}", ast.get_source_segment(source, node) or ""
+
+
+def test_what_older_instructions_may_leave_out_compares_no_floats_within_a_tolerance() -> None:
+    """Files that start ranks are the exception: they compare them with one process, whose kernels
+    are those of the tests beside them.
+    """
+    marked = []
+    with_tolerance = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        tests = list(_any_cpu_tests(path))
+        marked += [name for name, _ in tests]
+        if "as_two_ranks" not in path.read_text():
+            with_tolerance += [name for name, source in tests if TOLERANCE.search(source)]
+    assert not with_tolerance
+    assert len(marked) > 100, "The mark any_cpu is not found where it is given."

@@ -51,6 +51,7 @@ USE = """
 """
 
 
+@pytest.mark.any_cpu
 def test_a_new_sampler_is_one_file_that_a_recipe_can_name(tmp_path):
     (tmp_path / "half.py").write_text(textwrap.dedent(HALF))
     subprocess.run([sys.executable, "-c", textwrap.dedent(USE), str(tmp_path)], check=True)

@@ -153,6 +153,7 @@ def test_a_family_without_guidance_has_no_negative_prompts(tiny):
         embed_prompts(tiny("flux", guidance=1.0), prompts("flux"), negatives=True)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_without_guidance_no_negative_prompt_is_encoded(tiny, name):
     conditioning = tiny(name, guidance=1.0).encode_prompts(prompts(name))

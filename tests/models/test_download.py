@@ -17,6 +17,8 @@ from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.storage.artifacts import COMMIT as MARK
 from ebbflow.storage.artifacts import MANIFEST, ArtifactError, verify_folder
 
+pytestmark = pytest.mark.any_cpu
+
 COMMIT = "1" * 40
 
 

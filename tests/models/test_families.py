@@ -17,6 +17,8 @@ from ebbflow.recipe.algorithms import import_object
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 
+pytestmark = pytest.mark.any_cpu
+
 ENGINE = Path(__file__).parents[2] / "containers" / "vllm_omni"
 
 

@@ -18,6 +18,8 @@ import pytest
 from ebbflow.models.hub import HubError, locate_pretrained
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
+pytestmark = pytest.mark.any_cpu
+
 COMMIT = "1" * 40
 OTHER = "2" * 40
 TOKEN = "hf_of_this_test"

@@ -97,6 +97,7 @@ def test_the_pipeline_loads_our_adapter_and_draws_our_image(
     )
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_every_target_of_every_block_is_adapted(open_tiny, name):
     model = open_tiny(name)

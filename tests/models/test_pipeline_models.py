@@ -93,6 +93,7 @@ def test_the_ode_is_the_pipeline(tiny, peer, name):
     assert_same(tiny(name), peer(name), prompts(name, SHORT))
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("name", EVERY)
 def test_blocks_are_listed_in_the_order_of_their_calls(tiny, name):
     """Prefetch relies on it: a block that was asked for after its call would keep weights for the

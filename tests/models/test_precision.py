@@ -102,6 +102,7 @@ def test_the_first_ratio_is_one(open_tiny, name, precision, train):
     assert max(others) < DEVIATION[precision]
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_what_is_trained_is_fp32_and_the_rest_is_as_asked(open_tiny, name, precision):

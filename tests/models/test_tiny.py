@@ -47,6 +47,8 @@ from ebbflow.models import ModelError
 from ebbflow.recipe.base_folder import find_index
 from ebbflow.storage.artifacts import ArtifactError
 
+pytestmark = pytest.mark.any_cpu
+
 ROOT = Path(__file__).parents[2]
 CLIP = "CLIPTokenizer"
 CLIP_PICTURES = "CLIPImageProcessor"

@@ -26,6 +26,8 @@ from ebbflow.training.distributed import join_process_group, sum_over_processes
 from ebbflow.training.policy import Policy
 from tests.two_processes import as_two_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 EXCHANGING_HEADS = (
     *("flux", "flux2", "flux2_klein", "qwen_image", "ltx_video"),
     *("wan", "wan_a14b", "wan_i2v", "wan_flf2v"),

@@ -124,6 +124,7 @@ def test_latents_of_other_data_are_refused(anchored, model):
         DataAnchor(ctx, model, AnchorFiles(files.prompts, files.advantages, [other]))
 
 
+@pytest.mark.any_cpu
 def test_an_anchored_stage_resumes_exactly(
     model, base_folder, make_recipe, make_prompts, scorer, tmp_path, monkeypatch
 ):

@@ -26,6 +26,8 @@ from tests.glyph_stages import small_stage
 from tests.offline_stage import write_offline_stage
 from tests.two_processes import as_two_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 LATER = [
     pytest.param(name, marks=pytest.mark.exhaustive)
     for name in ("wan", "qwen_image", "flux2_klein", "flux2", "wan_a14b", "ltx_video")

@@ -109,6 +109,7 @@ def units_seen(call):
     return Counter((sigma, tuple(members)) for (_, sigma), members in found.items())
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_share_each_batch_and_tear_no_unit(
@@ -131,6 +132,7 @@ def test_processes_share_each_batch_and_tear_no_unit(
     assert sizes == {"diffusion_nft": {1}, "dgpo": {1, 2}, "diffusion_dpo": {2}}[algorithm]
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("batch_size", "micro_batch"), [(3, 1), (8, 1), (1, 1)])

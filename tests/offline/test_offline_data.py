@@ -200,6 +200,7 @@ def test_latents_follow_the_code_of_a_family_of_the_users_own(base, photos, tmp_
     assert describe("class Family: scale = 1") == first
 
 
+@pytest.mark.any_cpu
 def test_a_stage_trains_on_all_buckets_and_resumes_exactly(prepared, base, tmp_path, monkeypatch):
     ctx = prepared[0]
     record, losses = train(prepared, base, tmp_path / "whole")

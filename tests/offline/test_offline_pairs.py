@@ -171,6 +171,7 @@ def test_fewer_pairs_than_shards_leave_no_shard_empty(make_recipe, model, tmp_pa
     assert [read_table(path).num_rows for path in imported.rollouts] == [2, 2, 2]
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batch", [1, 4, 64])
 def test_a_pair_goes_into_the_shard_of_its_number_and_images_are_read_once(

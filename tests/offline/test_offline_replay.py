@@ -23,6 +23,8 @@ from ebbflow.storage.tables import read_table
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.replay import ReplayError
 
+pytestmark = pytest.mark.any_cpu
+
 NUM_STEPS = 4
 """Of two shards with two prompts of four samples each, in batches of eight, for two epochs."""
 

@@ -31,6 +31,8 @@ from ebbflow.training.update import PolicyUpdater
 from tests.offline_stage import write_offline_stage
 from tests.two_processes import as_two_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 TIMED = ("seconds", "ms_per")
 UPDATES = 8
 

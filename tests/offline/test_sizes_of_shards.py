@@ -109,6 +109,7 @@ def test_a_shard_has_one_size_by_its_weight(stored):
         assert read_layout(path).shape[1] * size[1] == read_layout(path).shape[2] * size[0]
 
 
+@pytest.mark.any_cpu
 def test_a_stage_trains_on_each_shard_in_its_size_and_resumes_exactly(
     stored, base, tmp_path, monkeypatch
 ):

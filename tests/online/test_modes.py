@@ -131,6 +131,7 @@ class SlowAtFirst(Reward):
         return RewardResult(1 - images.mean((1, 2, 3)) / 255, {}, {})
 
 
+@pytest.mark.any_cpu
 def test_in_one_process_no_slow_reward_changes_the_order(run):
     """Several at once would let a later step be ready first."""
     online = {"mode": "async", "staleness": 2, "steps": 4, "resources": {"reward": {"count": 3}}}
@@ -149,6 +150,7 @@ def test_one_step_off_generates_with_the_weights_that_the_step_before_started_fr
     assert metrics[0]["ratio/first_deviation"] < 1e-6 < metrics[1]["ratio/first_deviation"]
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_async_runs_as_far_ahead_as_it_may(run, staleness):
     _, metrics, asked = run(mode="async", staleness=staleness, steps=6)
@@ -159,6 +161,7 @@ def test_async_runs_as_far_ahead_as_it_may(run, staleness):
     assert all(step["staleness/dropped_samples"] == 0 for step in metrics)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["mode"])
 def test_everything_is_generated_once_and_every_push_leaves_it_be(run, mode):
     *_, asked = run(**mode, steps=5)
@@ -166,6 +169,7 @@ def test_everything_is_generated_once_and_every_push_leaves_it_be(run, mode):
     assert len(samples) == len(set(samples)) == 5 * 3 * 4
 
 
+@pytest.mark.any_cpu
 def test_the_mode_changes_no_noise_and_no_prompt(run):
     first, second, third = (
         [(step, rows) for step, _, rows in run(**mode, steps=3)[2]] for mode in MODES
@@ -205,6 +209,7 @@ def with_a_straggler(workers):
     return workers
 
 
+@pytest.mark.any_cpu
 def test_async_overtakes_a_straggler_and_counts_what_came_too_late(run):
     """Steps 2, 3 and 4 train before step 1, whose samples are too old when its late part arrives:
     all are generated again.
@@ -250,6 +255,7 @@ def with_a_slow_first_step(workers):
     return workers
 
 
+@pytest.mark.any_cpu
 def test_one_step_off_keeps_the_order_of_its_steps_on_ray(run):
     """Or it would not repeat byte for byte: step 1 trains before step 2, whose rollouts are there
     first.
@@ -286,6 +292,7 @@ def with_losses(workers):
     return workers
 
 
+@pytest.mark.any_cpu
 def test_samples_that_are_gone_are_generated_again(run, caplog):
     metrics, asked = run(mode="sync", around=with_losses)[1:]
     assert learnt(metrics) == learnt(run(mode="sync")[1])
@@ -295,6 +302,7 @@ def test_samples_that_are_gone_are_generated_again(run, caplog):
     assert caplog.text.count("4 samples of step 0 are generated again: their machine is gone") == 2
 
 
+@pytest.mark.any_cpu
 def test_samples_that_are_gone_are_generated_again_with_the_weights_that_they_had(run):
     """One step ahead: those of step 1 are gone when the weights of version 1 are there."""
 
@@ -337,6 +345,7 @@ class Counting(Reward):
         return RewardResult(1 - images.mean((1, 2, 3)) / 255)
 
 
+@pytest.mark.any_cpu
 def test_rewards_are_scored_beside_the_rollouts(run):
     """A part is being scored while the next one is generated: the second rollout begins before the
     first score is there.
@@ -367,6 +376,7 @@ def test_rewards_are_scored_beside_the_rollouts(run):
     assert threading.get_ident() not in reward.threads
 
 
+@pytest.mark.any_cpu
 def test_rewards_are_in_order_however_long_each_takes(run):
     """Three threads; the first part takes longest."""
     plain = run(judge=Scorer(((Counting(), 1.0),)), steps=2)[1]
@@ -375,6 +385,7 @@ def test_rewards_are_in_order_however_long_each_takes(run):
     assert learnt(plain) == learnt(mixed)
 
 
+@pytest.mark.any_cpu
 def test_a_reward_that_fails_is_asked_again(run):
     def fail_once(call):
         if call == 2:

@@ -133,6 +133,7 @@ def test_adapters_are_merged_with_the_scale_of_rslora(open_stub):
     assert pass_gate(engine, policy)["parity/weights_effect"] == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -154,6 +155,7 @@ def test_the_gate_refuses_a_wrong_server(open_stub, kind, message):
         pass_gate(engine, policy)
 
 
+@pytest.mark.any_cpu
 def test_a_server_that_skips_names_is_refused_at_the_push(open_stub):
     _, engine, policy = open_stub(stubs.FusesProjections)
     change_policy(policy)
@@ -163,6 +165,7 @@ def test_a_server_that_skips_names_is_refused_at_the_push(open_stub):
         push(engine, policy)
 
 
+@pytest.mark.any_cpu
 def test_a_server_that_loses_samples_is_refused(open_stub):
     _, engine, policy = open_stub(stubs.LosesSamples)
     push(engine, policy)
@@ -170,6 +173,7 @@ def test_a_server_that_loses_samples_is_refused(open_stub):
         pass_gate(engine, policy)
 
 
+@pytest.mark.any_cpu
 def test_a_sampler_of_a_validation_that_the_server_lacks_is_named(open_stub):
     _, engine, policy = open_stub()
     conditioning = policy.model.encode_prompts(PROMPTS)
@@ -179,6 +183,7 @@ def test_a_sampler_of_a_validation_that_the_server_lacks_is_named(open_stub):
         )
 
 
+@pytest.mark.any_cpu
 def test_an_error_of_the_server_is_told_with_its_words(open_stub):
     class Fails(stubs.Stub):
         def generate(self, body):
@@ -202,6 +207,7 @@ class AnswersAPage(stubs.Stub):
         return b"<html>Bad gateway</html>"
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -250,6 +256,7 @@ def test_a_sample_has_the_same_noise_alone_and_among_others(open_stub):
         assert torch.equal(alone.trajectory.states[0, 0], together.trajectory.states[row, 0])
 
 
+@pytest.mark.any_cpu
 def test_recorded_steps_may_have_gaps(open_stub):
     _, engine, policy = open_stub()
     push(engine, policy)
@@ -284,6 +291,7 @@ def test_a_stage_learns_from_the_samples_of_the_server(open_stub, make_prompts, 
     assert sum(path == "/update_weights_from_disk" for path, _ in stub.requests) >= 3
 
 
+@pytest.mark.any_cpu
 def test_an_offline_stage_gets_its_samples_from_the_server(open_stub, make_prompts, tmp_path):
     stage = {"kind": "offline", "engine": "sglang", "algorithm": {"name": "diffusion_nft"}}
     keys = {"group_size": 2, "micro_batch": 4, "sampler": {"name": "ode", "steps": 3}}
@@ -320,6 +328,7 @@ def list_failed(certificate):
     return {line.name for line in certificate.lines if line.verdict == "failed"}
 
 
+@pytest.mark.any_cpu
 def test_the_certificate_of_a_right_server_passes(certify):
     certificate = certify(stubs.Stub, replace(QUICK, adapters=(LORA, RSLORA)))
     verdicts = {line.name: line.verdict for line in certificate.lines}
@@ -330,6 +339,7 @@ def test_the_certificate_of_a_right_server_passes(certify):
     assert verdicts["weight versions"] == "passed"
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize(
     ("kind", "line"),
     [

@@ -26,6 +26,8 @@ from ebbflow.training.policy import Policy
 from tests.models.pipeline_cases import prompts
 from tests.two_processes import as_two_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 STEPS = 5
 CACHES = {
     "first_block": [FirstBlockCacheConfig(threshold=value) for value in (1e9, 1e-9)],

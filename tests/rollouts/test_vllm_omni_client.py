@@ -33,6 +33,8 @@ from ebbflow.rollouts.wire import Task, pack_rollouts, serve_calls
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
+pytestmark = pytest.mark.any_cpu
+
 TEXTS = ["two cats", "a red bicycle", "snow", "a boat", "the sea"]
 SDE = SamplerConfig(name="flow_sde", steps=4)
 

@@ -13,6 +13,8 @@ from ebbflow.rollouts.weights import (
     split_into_buckets,
 )
 
+pytestmark = pytest.mark.any_cpu
+
 SENT = {name: torch.arange(6.0).reshape(2, 3) + number for number, name in enumerate("abcd")}
 
 

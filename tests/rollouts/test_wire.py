@@ -28,6 +28,8 @@ from ebbflow.rollouts.wire import (
     unpack_rollouts,
 )
 
+pytestmark = pytest.mark.any_cpu
+
 
 @pytest.fixture
 def pair():

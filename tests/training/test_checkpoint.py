@@ -63,6 +63,7 @@ def everything(updater):
     return tensors
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("policy", [{}, {"train": "lora", "rank": 2}], ids=["full", "lora"])
 def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, checkpoints, policy):
     through, first, second = (start(policy) for _ in range(3))

@@ -366,6 +366,7 @@ def test_the_copies_of_another_algorithm_are_dropped(base_folder, model, ctx, tm
     assert not {"old", "sampling"} & without.copies.keys()
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize(
     ("algorithm", "kept"),
     [

@@ -17,6 +17,8 @@ from ebbflow.training.heartbeats import Heartbeats, exchange_heartbeats
 from tests.forked import CONTEXT
 from tests.two_processes import as_two_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 
 class Group:
     """Ranks of this process with a store in a file, and a clock that tests move."""

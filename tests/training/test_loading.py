@@ -23,6 +23,8 @@ from ebbflow.training.policy import Policy
 from ebbflow.training.sharding import gather_tensor
 from tests.two_processes import as_two_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 CONFIGS = {
     "lora": PolicyConfig(train="lora", rank=4),
     "dora": PolicyConfig(train="lora", rank=4, dora=True),

@@ -13,6 +13,8 @@ from ebbflow.compute import GpuError
 from ebbflow.training import distributed
 from ebbflow.training.distributed import Ranks, enter_phase, join_process_group
 
+pytestmark = pytest.mark.any_cpu
+
 TIMED_OUT = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting"
     " 1800000ms for recv operation to complete"

@@ -44,6 +44,8 @@ from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.update import PolicyUpdater
 from tests.two_processes import as_two_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 # Two processes with FSDP2. What they are dealt is uneven: four samples and two, two groups and one;
 # what comes out is what one process computes.
 

@@ -29,6 +29,8 @@ from ebbflow.training.rounds import call_on_first, collect_rounds, deal_in_round
 from tests.conftest import Darkness
 from tests.two_processes import as_two_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [0, 1, 5, 6])

@@ -11,6 +11,8 @@ from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training import stage_loop
 from ebbflow.training.stage_loop import StageLoop, StageState
 
+pytestmark = pytest.mark.any_cpu
+
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_without_a_terminal_steps_are_lines_of_the_log(make_recipe, caplog, monkeypatch, quiet):

@@ -25,6 +25,8 @@ from ebbflow.training.stop_conditions import (
 )
 from tests.two_processes import as_two_ranks
 
+pytestmark = pytest.mark.any_cpu
+
 
 @pytest.fixture
 def clock(monkeypatch):

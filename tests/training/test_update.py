@@ -195,6 +195,7 @@ def with_adam(updater, batch):
     return updater
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("row", [0, 3, 5])
 @pytest.mark.parametrize(
     ("field", "wrong"), [("clean", NAN), ("clean", INF), ("advantage", NAN), ("noise", -INF)]
@@ -210,6 +211,7 @@ def test_nonsense_in_a_sample_names_it_and_stops_the_step(model, field, wrong, r
     assert "loss" in text.split(" of prompt")[0]
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("wrong", [NAN, INF])
 @pytest.mark.parametrize("field", ["old_log_prob", "next_latents", "advantage"])
 def test_nonsense_in_a_step_of_a_trajectory_names_sample_and_step(model, field, wrong):
@@ -278,6 +280,7 @@ def test_what_is_wrong_with_a_term_is_said_by_its_metrics(model):
     assert not {"velocity_drift", "kl/reference"} & set(named)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("algorithm", ["dgpo", "crd", "diffusion_dpo"])
 def test_nonsense_in_a_group_names_the_group(model, algorithm):
     """What is wrong with one sample of a group is wrong with all of them: the first is named."""
