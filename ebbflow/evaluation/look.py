@@ -19,6 +19,7 @@ whatever the number of samples.
 from __future__ import annotations
 
 import math
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -73,6 +74,8 @@ def compute_lowest_reward(recipe: Recipe, columns: list[str]) -> float | None:
     return min(sums) if evaluated else None
 
 
+# A process that describes several recipes asks for the same gains, each of dozens of integrals.
+@cache
 def find_smallest_gain(prompts: int, error: float, samples: float = 1.0) -> float:
     """Find the smallest gain that a look proves in four of five cases (``POWER``), in standard
     deviations of the champion's prompts.
