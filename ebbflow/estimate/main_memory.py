@@ -67,6 +67,8 @@ def count_step_bytes(
 def encodes_between_steps(ctx: StageContext) -> bool:
     """Return whether a stage has too many prompts to encode all of them before its first step."""
     config = ctx.config
+    if config.anchor:
+        return True  # how many captions it has, its data says
     if isinstance(config, OnlineStageConfig):
         if config.validation and config.validation.prompts > PROMPTS_PER_WINDOW:
             return True
@@ -76,11 +78,13 @@ def encodes_between_steps(ctx: StageContext) -> bool:
 
 
 def count_encoded_prompts(ctx: StageContext) -> int:
-    """Return how many encoded prompts a stage has at a time, at most, those of its validations
-    included.
+    """Return how many encoded prompts a stage has at a time, at most, those of its validations and
+    of its anchor included.
     """
     config = ctx.config
     count = _count_training_prompts(ctx)
+    if config.anchor:
+        count += PROMPTS_PER_WINDOW  # of captions, one window
     if isinstance(config, OnlineStageConfig) and config.validation:
         # One window: the one before is forgotten when all its samples are scored.
         at_once = max(PROMPTS_PER_WINDOW, config.micro_batch)

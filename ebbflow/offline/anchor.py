@@ -16,6 +16,8 @@ data, where it takes the picture of the same row; the loss is the plain mean, wi
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +27,12 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import compute_flow_matching_error
 from ebbflow.algorithms.built_in.sft import SFTConfig
-from ebbflow.data.prompts import read_prompts
+from ebbflow.data import prompt_windows
+from ebbflow.data.prompt_windows import PromptWindow, split_into_windows
+from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.base import Model, Size, device_of, generate_in_size, predict
+from ebbflow.models.encoding import PromptWindows
 from ebbflow.offline.batches import drop_caption
 from ebbflow.offline.shards import DATA_DIGEST, read_latent_parts
 from ebbflow.recipe.data import AnchorConfig
@@ -42,7 +47,7 @@ from ebbflow.training.batches import (
     split_into_passes,
 )
 from ebbflow.training.distributed import sum_over_processes
-from ebbflow.training.shared_prompts import encode_prompts_together
+from ebbflow.training.shared_prompts import encode_windows_together
 from ebbflow.training.update import PolicyUpdater
 
 SCHEDULE_STEPS = 1000
@@ -67,7 +72,7 @@ class DataAnchor:
     """
 
     def __init__(self, ctx: StageContext, model: Model, files: AnchorFiles) -> None:
-        """Encode all captions; every process of a group calls it.
+        """Encode the captions where one window has all of them; every process of a group calls it.
 
         Raises:
             TableError: the shards are not of this data.
@@ -76,13 +81,44 @@ class DataAnchor:
         self.config: AnchorConfig = ctx.config.anchor
         self.seed = derive_seed(ctx.stage_seed, "anchor")
         self.micro_batch = ctx.config.micro_batch
+        self.guided = ctx.config.reference.needs_guidance
         prompts = read_prompts(files.prompts, "train")
         self.prompts = {prompt.prompt_id: prompt for prompt in prompts}
-        self.embeddings = encode_prompts_together(
-            model, [*prompts, *map(drop_caption, prompts)], ctx.config.reference.needs_guidance
-        )
         self.shards = _list_shards(files)
         self.hyper = SFTConfig(noise_levels=1, sigma=self.config.sigma)
+        # Of more captions only those of the next steps are encoded; how many steps the stage takes,
+        # an offline stage knows later.
+        self.embeddings: PromptWindows | None = None
+        if len(prompts) < prompt_windows.PROMPTS_PER_WINDOW:  # and the empty caption
+            captions = [*prompts, *map(drop_caption, prompts)]
+            self.embeddings = PromptWindows([PromptWindow(range(sys.maxsize), captions)])
+            encode_windows_together(model, self.embeddings, range(1), self.guided)
+
+    def encode_captions(self, updater: PolicyUpdater) -> None:
+        """As ``ebbflow.training.update.Anchor``."""
+        if self.embeddings is None:
+            assert updater.num_updates is not None, "stages that train an anchor count their steps"
+            self.embeddings = PromptWindows(self._list_windows(updater.num_updates))
+        step = range(updater.updates, updater.updates + 1)
+        encode_windows_together(updater.policy.model, self.embeddings, step, self.guided)
+
+    def _list_windows(self, num_updates: int) -> list[PromptWindow]:
+        """List the runs of optimiser steps whose captions are encoded together."""
+        ids_of_updates = []
+        for update in range(num_updates):
+            shard, rows = self.choose_rows(update)
+            ids_of_updates.append(shard.prompt_ids[rows].tolist())
+        return [
+            PromptWindow(
+                updates,
+                [
+                    caption
+                    for update in updates
+                    for caption in self._choose_captions(ids_of_updates[update], update)
+                ],
+            )
+            for updates in split_into_windows(ids_of_updates)
+        ]
 
     def add_gradient(self, updater: PolicyUpdater, scale: float) -> Tensor:
         """As ``ebbflow.training.update.Anchor``."""
@@ -125,13 +161,11 @@ class DataAnchor:
         (latents,) = read_latent_parts(shard.path, [shard.rows[rows]])
         prompt_ids = shard.prompt_ids[rows].tolist()
         device = device_of(model)
-        captions = [
-            drop_caption(self.prompts[i]) if self._is_dropped(i, update) else self.prompts[i]
-            for i in prompt_ids
-        ]
+        assert self.embeddings is not None, "the captions of a step are encoded before it"
+        captions = self._choose_captions(prompt_ids, update)
         return build_forward_batch(
             latents.float().to(device),
-            self.embeddings(captions).to(device),
+            self.embeddings(update, captions).to(device),
             torch.zeros(len(rows), device=device),
             SampleKeys(self.seed, prompt_ids, [0] * len(rows)),
             np.arange(len(rows)),
@@ -139,6 +173,13 @@ class DataAnchor:
             model.compute_sigmas(SCHEDULE_STEPS),
             visit=update,
         )
+
+    def _choose_captions(self, prompt_ids: Sequence[int], update: int) -> list[Prompt]:
+        """Return the captions of some pictures in an optimiser step, some of them dropped."""
+        return [
+            drop_caption(self.prompts[i]) if self._is_dropped(i, update) else self.prompts[i]
+            for i in prompt_ids
+        ]
 
     def _is_dropped(self, prompt_id: int, update: int) -> bool:
         draw = make_generator(self.seed, prompt_id, update, 0, Stream.CAPTIONS).random()

@@ -59,6 +59,11 @@ step is skipped.
 class Anchor(Protocol):
     """A second loss of each optimiser step, on rows of its own."""
 
+    def encode_captions(self, updater: PolicyUpdater) -> None:
+        """Encode the captions of the next optimiser step as far as they are not encoded, together
+        with every process.
+        """
+
     def add_gradient(self, updater: PolicyUpdater, scale: float) -> Tensor:
         """Add the gradient of the weighted loss, times ``scale``, to that of the parameters, on
         every process; return the loss without its weight, over all processes.
@@ -293,6 +298,9 @@ class PolicyUpdater:
     ) -> PassResults:
         """Accumulate the gradients of every slice of rows in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self.anchor:
+            # Now that no gradient takes memory: the text encoders need some.
+            self.anchor.encode_captions(self)
 
         # What needs no gradient comes first, for all slices at once, so that each copy is swapped
         # in and out once.

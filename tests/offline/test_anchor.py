@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from ebbflow.algorithms.base import mean_per_row
+from ebbflow.data import prompt_windows
 from ebbflow.models.glyph_training.pictures import write_pictures
+from ebbflow.offline import anchor as anchor_module
 from ebbflow.offline.anchor import DataAnchor
 from ebbflow.offline.data import encode_data, import_data
 from ebbflow.offline.shards import read_latents
@@ -124,10 +126,43 @@ def test_latents_of_other_data_are_refused(anchored, model):
         DataAnchor(ctx, model, AnchorFiles(files.prompts, files.advantages, [other]))
 
 
+def test_captions_in_windows_have_the_gradient_of_all_at_once(anchored, model, monkeypatch):
+    ctx, files = anchored
+    usual = [gradient_of_anchor(ctx, model, files, update)[1:] for update in range(6)]
+    monkeypatch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", 5)
+    encoded = []
+    encode = anchor_module.encode_windows_together
+
+    def watch(model, windows, steps, negatives):
+        encoded.extend(windows.list_missing(steps))
+        encode(model, windows, steps, negatives)
+
+    monkeypatch.setattr(anchor_module, "encode_windows_together", watch)
+    anchor = DataAnchor(ctx, model, files)
+    assert anchor.embeddings is None
+    updater = PolicyUpdater(Policy(model, ctx.recipe.policy, 0), ctx.config)
+    updater.num_updates = 6
+    for update, (loss, gradients) in enumerate(usual):
+        updater.updates = update
+        updater.optimizer.zero_grad()
+        anchor.encode_captions(updater)
+        assert anchor.add_gradient(updater, 1.0).item() == pytest.approx(loss, rel=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(
+                updater.policy.parameters[name].grad, gradient, rtol=1e-4, atol=1e-6
+            )
+    # Each step is in one window, and no window has more different pictures than fit.
+    assert [step for window in encoded for step in window.steps] == list(range(6))
+    assert len(encoded) > 1
+    assert all(len({prompt.prompt_id for prompt in window.prompts}) <= 5 for window in encoded)
+
+
+@pytest.mark.parametrize("captions_at_once", [5, prompt_windows.PROMPTS_PER_WINDOW])
 @pytest.mark.any_cpu
 def test_an_anchored_stage_resumes_exactly(
-    model, base_folder, make_recipe, make_prompts, scorer, tmp_path, monkeypatch
+    captions_at_once, model, base_folder, make_recipe, make_prompts, scorer, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", captions_at_once)
     pictures = tmp_path / "pictures"
     write_pictures(pictures, count=8, seed=3)
     anchor = {"data": {"path": str(pictures), "caption_dropout": 0.5}, "batch_size": 3}
