@@ -131,10 +131,11 @@ def compute_paired_interval(
     if broken:
         raise ValueError(f"{broken} of {count} pairs are not finite; filter them out first")
     error = (1 - confidence) / 2
-    # The upper bound is the lower one with the sides swapped.
-    low = compute_lower_bounds(differences, differences.min(), error)
-    high = -compute_lower_bounds(-differences, -differences.max(), error)
-    return float(differences.mean()), float(low), float(high)
+    # The upper bound is the lower one with the sides swapped. Both in one call, [2, n]: of so few
+    # numbers, an operation takes the same time for two rows as for one.
+    both = np.stack([differences, -differences])
+    low, swapped = compute_lower_bounds(both, both.min(axis=1), error)
+    return float(differences.mean()), float(low), -float(swapped)
 
 
 def compute_paired_tail(differences: np.ndarray, resamples: int, seed: int) -> float:
