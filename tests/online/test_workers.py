@@ -14,11 +14,13 @@ import pytest
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.online import rollout_queue
 from ebbflow.online.messages import RolloutBatch, RolloutRequest
+from ebbflow.online.ray_workers import RayWorkers
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import (
     MAX_DEATHS,
     CallFailed,
+    LocalWorkers,
     ResultLost,
     RewardPool,
     RolloutPool,
@@ -260,6 +262,30 @@ def test_what_a_checkpoint_does_not_find_is_generated_again():
     queue.generate_and_score = roll_out
     assert asyncio.run(run()) == [(again, "again", "again"), (found, "found", "found")]
     assert started == [(request, "version 2")]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(RayWorkers, [("rollouts",)]), (LocalWorkers, [])])
+def test_the_ranks_receive_a_step_before_it_trains_where_a_machine_may_lose_it(kind, expected):
+    workers = kind.__new__(kind)
+    received = []
+
+    async def receive(*rollouts):
+        received.append(rollouts)
+
+    workers.training = SimpleNamespace(receive=receive)
+    queue = RolloutQueue.__new__(RolloutQueue)
+    config = SimpleNamespace(placement="ray", mode="sync")
+    queue.ctx = SimpleNamespace(online_config=config)
+    queue.workers = workers
+
+    async def run():
+        task = asyncio.ensure_future(asyncio.sleep(0, SimpleNamespace(rollouts="rollouts")))
+        step = RolloutBatch(5, [None], [task])
+        queue.in_flight = [step]
+        assert await queue.next_batch(5) is step
+
+    asyncio.run(run())
+    assert received == expected
 
 
 @pytest.mark.parametrize(
