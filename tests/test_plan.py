@@ -119,7 +119,10 @@ class Queue(RolloutQueue):
             lambda worker: worker.call(RolloutWorker.generate, request, weights or self.weights)
         )
         await self.workers.reward.run(lambda worker: worker.call(RewardWorker.score))
-        return SimpleNamespace(request=request, version=version)
+        return SimpleNamespace(request=request, report=SimpleNamespace(version=version))
+
+    async def _receive_step(self, step: object) -> bool:
+        return True
 
 
 def looped(
@@ -132,7 +135,6 @@ def looped(
             return [SleepingWorker(index, seconds) for index in range(count)]
 
         workers = SimpleNamespace(
-            can_lose_results=False,
             rollout=RolloutPool(sleepers(rollout), None),
             reward=RewardPool(sleepers(reward), None, ctx.online_config.scoring),
         )

@@ -21,7 +21,6 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -37,6 +36,7 @@ from ebbflow.online.messages import (
     Handle,
     RolloutBatch,
     RolloutPart,
+    RolloutReport,
     RolloutRequest,
     TrainingReport,
 )
@@ -167,17 +167,16 @@ class ColocatedQueue(RolloutQueue):
     ) -> RolloutPart:
         if self.scores_samples:
             return await super().generate_and_score(request, weights, with_guards)
-        part = await self.generate_request(request, weights)
+        rollouts, images, report = await self.generate_request(request, weights)
         # ``_gather_parts`` puts the scores of the rank that has them in place of these.
-        part.scores = ScoreTable.create_failed(
+        scores = ScoreTable.create_failed(
             len(request), list(self.workers.reward_weights), "another rank scores this request"
         )
-        part.statistics = {}
-        return part
+        return RolloutPart(request, rollouts, images, report, scores, report.spans, {})
 
     async def generate_request(
         self, request: RolloutRequest, weights: WeightsVersion | None
-    ) -> RolloutPart:
+    ) -> tuple[Handle, Handle, RolloutReport]:
         # Once a request has failed, this rank generates nothing more: the other ranks are in the
         # passes of that request, and those of another would meet them there.
         if self._generation_error:
@@ -331,31 +330,32 @@ class ColocatedQueue(RolloutQueue):
         """Gather what all ranks need to know of each request; rollouts and images stay where they
         are.
         """
-        sent = []
-        for part in own:
-            known = copy(part)
-            known.rollouts = RolloutsHeader.from_rollouts(part.rollouts)
-            # Every rank has the request, and images stay here.
-            del known.request
-            del known.images
-            sent.append(known)
+        # Every rank has the requests already.
+        sent = [
+            (
+                part.report,
+                part.scores,
+                part.spans,
+                part.statistics,
+                RolloutsHeader.from_rollouts(part.rollouts),
+            )
+            for part in own
+        ]
         gathered = gather_objects(sent)
         for rank, others in enumerate(gathered):
             if rank != self.ranks.rank:  # the queue has the spans of its own requests already
-                self.spans += [span for part in others for span in part.spans]
+                self.spans += [span for _, _, spans, _, _ in others for span in spans]
         # Ranks have requests in runs, so one list after another is in the order of the requests.
         # Of the ranks that share tokens the first has scored them.
         scored = gathered[:: self.workers.context_parallel]
         values = iter(own)
-        parts = list(chain(*scored))
-        for request, owner, part in zip(requests, owners, parts, strict=True):
-            value = next(values) if owner == self.row_ranks.rank else None
-            header = part.rollouts
-            part.request = request
-            part.rollouts = RankValue(
-                owner, len(request), value.rollouts if value else None, header
-            )
-            part.images = RankValue(owner, len(request), value.images if value else None)
+        parts = []
+        for request, owner, known in zip(requests, owners, chain(*scored), strict=True):
+            report, scores, spans, statistics, header = known
+            part = next(values) if owner == self.row_ranks.rank else None
+            rollouts = RankValue(owner, len(request), part.rollouts if part else None, header)
+            images = RankValue(owner, len(request), part.images if part else None)
+            parts.append(RolloutPart(request, rollouts, images, report, scores, spans, statistics))
         return parts
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ebbflow.evaluation.image_statistics import compute_image_statistics
 from ebbflow.flow.windows import Trajectory
-from ebbflow.online.messages import RolloutBatch, RolloutPart, RolloutRequest
+from ebbflow.online.messages import RolloutBatch, RolloutPart, RolloutReport, RolloutRequest
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rollouts.generate import Rollouts, find_finite_rows
@@ -46,7 +46,10 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
                     f"{step.step}/{index}/{name}": value
                     for name, value in _pack_part(part, rollouts, images).items()
                 }
-            report = {"version": part.version, "receive_seconds": part.receive_seconds}
+            report = {
+                "version": part.report.version,
+                "receive_seconds": part.report.receive_seconds,
+            }
             parts.append({"report": report, "failures": part.scores.failures})
         prompts = [prompt.prompt_id for prompt in step.distinct_prompts]
         steps.append(
@@ -136,17 +139,19 @@ def _unpack_part(
     finite = find_finite_rows(rollouts.latents)
     images = tensors["images"].numpy()
     put = queue.workers.put_value
-    part = RolloutPart(**saved["report"], finite=finite, spans=[])
-    part.request = request
-    part.rollouts = put(rollouts)
-    part.images = put(images)
-    part.scores = ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"])
-    part.statistics = {
-        name: np.where(finite, values, np.nan)
-        # Computed again rather than stored: they follow from the images.
-        for name, values in compute_image_statistics(images).items()
-    }
-    return part
+    return RolloutPart(
+        request,
+        put(rollouts),
+        put(images),
+        RolloutReport(**saved["report"], finite=finite, spans=[]),
+        ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"]),
+        spans=[],
+        statistics={
+            name: np.where(finite, values, np.nan)
+            # Computed again rather than stored: they follow from the images.
+            for name, values in compute_image_statistics(images).items()
+        },
+    )
 
 
 def _select_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -249,12 +249,10 @@ class OnlineLoop:
             queue.weights = await self.workers.publish_weights(step)
             pushed = {"push/bytes": queue.weights.size, "push/seconds": time.time() - start}
             # The gate comes after the push, because it measures the engine with the weights that it
-            # is about to generate with. The reference engine is what others are compared with.
-            if self.config.engine != "diffusers":
-                pushed |= await check_parity(self.ctx, queue, step, loop.first_step)
+            # is about to generate with.
+            pushed |= await check_parity(self.ctx, queue, step, loop.first_step)
             # The time of validation and checkpoints is not the step's: its start moves by it.
-            if self.config.validation:
-                start += await monitor.validate_policy(step)
+            start += await monitor.validate_policy(step)
             # After the validation, whose score goes into the checkpoint: the best one is chosen by
             # it.
             if self.checkpoints:
@@ -352,8 +350,7 @@ class OnlineLoop:
         """
         # No step has published weights yet, and another engine generates nothing without them.
         self.queue.weights = await self.workers.publish_weights(0)
-        if self.config.engine != "diffusers":
-            await check_parity(self.ctx, self.queue, 0, 0)
+        await check_parity(self.ctx, self.queue, 0, 0)
         # Made as those of step 0.
         prompts = self.sampler.prompts
         requests = self.queue.build_requests(0, prompts=prompts, filter_samples=samples)
@@ -410,8 +407,9 @@ class OnlineLoop:
         # Handles: the samples go from rollout workers to the ranks without passing through this
         # process.
         rollouts = [part.rollouts for part in batch.parts]
-        train = TrainingWorker.train
-        reports = await self.workers.training.call(train, requests, shared_advantages, *rollouts)
+        reports = await self.workers.training.call(
+            TrainingWorker.train, requests, shared_advantages, *rollouts
+        )
         # Ranks agree on metrics, updates and alarms, because these are averaged or counted over the
         # group; spans are each rank's own.
         self.state.samples += len(advantages.values)

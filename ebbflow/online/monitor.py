@@ -292,7 +292,7 @@ def _build_sample_row(
         "seed": keys.seed,
         "prompt": prompt.prompt,
         "target": prompt.target,
-        "policy_version": part.version,
+        "policy_version": part.report.version,
         "reward": _number_or_none(scores.reward[row]),
         "scores": {name: _number_or_none(values[row]) for name, values in scores.metrics.items()},
         "failure": scores.failures[row],

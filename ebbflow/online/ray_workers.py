@@ -198,8 +198,6 @@ class RayWorkers:
         StageError: the cluster has no room for the workers, or one of them died while it loaded.
     """
 
-    can_lose_results = True
-
     def __init__(self, ctx: StageContext, folders: ActorFolders, context_parallel: int = 1) -> None:
         self.ctx = ctx
         self.folders = folders

@@ -41,8 +41,10 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan, plan_window
 from ebbflow.models.base import Conditioning, Size
 from ebbflow.online.messages import (
+    Handle,
     RolloutBatch,
     RolloutPart,
+    RolloutReport,
     RolloutRequest,
     TraceSpan,
 )
@@ -150,11 +152,9 @@ class RolloutQueue:
                 self._regenerate_stale(version - config.staleness)
             candidates = self.in_flight if overtaking else self.in_flight[:1]
             for step in candidates:
-                if not step.is_done:
-                    continue
                 # A step whose rollouts are gone is in flight again after this, and is waited for
                 # below.
-                if not self.workers.can_lose_results or await self._receive_step(step):
+                if step.is_done and await self._receive_step(step):
                     self.in_flight.remove(step)
                     return step
             # There is at least one: a candidate that was done and received has been returned.
@@ -184,7 +184,7 @@ class RolloutQueue:
         await asyncio.gather(*further.tasks)
         # As in ``next_batch``, what was lost with a machine is generated again until the ranks have
         # it.
-        while self.workers.can_lose_results and not await self._receive_step(further):
+        while not await self._receive_step(further):
             await asyncio.gather(*further.tasks)
         self.in_flight.remove(further)
         batch.requests += further.requests
@@ -287,16 +287,16 @@ class RolloutQueue:
         """
         # Rollout worker and reward worker are taken one after the other, so a rollout worker is
         # free for the next request while these images are scored.
-        part = await self.generate_request(request, weights)
+        rollouts, images, report = await self.generate_request(request, weights)
         profiled = request.step in self.profiled_rewards and not with_guards
         try:
             # Rollouts are large: they travel to a reward worker only if a reward scores what they
             # have beside the images.
-            latents = part.rollouts if self.workers.reads_rollouts else None
+            latents = rollouts if self.workers.reads_rollouts else None
             scores, statistics, spans = await self.workers.reward.run(
                 lambda worker: worker.call(
                     RewardWorker.score,
-                    part.images,
+                    images,
                     request.prompts,
                     request.step,
                     with_guards,
@@ -318,13 +318,14 @@ class RolloutQueue:
             statistics = create_missing_statistics(len(request))
             spans = []
         self.spans += spans
-        part.spans += spans
         # A sample that is not finite has pixels all the same, and a reward may have scored them.
-        part.scores = scores.fail_broken_latents(part.finite)
-        part.statistics = {
-            name: np.where(part.finite, values, np.nan) for name, values in statistics.items()
+        scores = scores.fail_broken_latents(report.finite)
+        statistics = {
+            name: np.where(report.finite, values, np.nan) for name, values in statistics.items()
         }
-        return part
+        return RolloutPart(
+            request, rollouts, images, report, scores, report.spans + spans, statistics
+        )
 
     async def generate_and_score_all(
         self,
@@ -341,9 +342,9 @@ class RolloutQueue:
 
     async def generate_request(
         self, request: RolloutRequest, weights: WeightsVersion | None
-    ) -> RolloutPart:
-        """Generate the samples of a request, without scores; ``weights``: as in
-        ``generate_and_score``.
+    ) -> tuple[Handle, Handle, RolloutReport]:
+        """Generate the samples of a request: (handle of the rollouts, handle of the images,
+        report); ``weights``: as in ``generate_and_score``.
 
         Raises:
             StageError: several workers died over it.
@@ -352,7 +353,7 @@ class RolloutQueue:
             # In mode ``async`` the request waits for a worker and then takes the newest weights,
             # not those of the time at which it was queued. An engine's own error is not caught: it
             # would come again on another worker.
-            rollouts, images, part = await self.workers.rollout.run(
+            rollouts, images, report = await self.workers.rollout.run(
                 lambda worker: worker.call(
                     RolloutWorker.generate, request, weights or self.weights
                 ),
@@ -364,11 +365,8 @@ class RolloutQueue:
                 f" {failure.error}. Check the memory of their machine, or lower the stage's"
                 " micro_batch"
             ) from failure
-        self.spans += part.spans
-        part.request = request
-        part.rollouts = rollouts
-        part.images = images
-        return part
+        self.spans += report.spans
+        return rollouts, images, report
 
     def _start_requests(self, step: int, requests: list[RolloutRequest]) -> RolloutBatch:
         """Start the rollouts of a step, with the weights of now, or in mode ``async`` with the
@@ -412,7 +410,7 @@ class RolloutQueue:
             if not step.is_done:
                 continue
             for index, part in enumerate(step.parts):
-                if part.version < oldest:
+                if part.report.version < oldest:
                     step.num_dropped += len(part.request)
                     step.tasks[index] = asyncio.ensure_future(
                         self.generate_and_score(part.request, step.weights)

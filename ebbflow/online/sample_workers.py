@@ -16,7 +16,7 @@ import torch
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.image_statistics import compute_image_statistics
 from ebbflow.models.base import generate_in_size
-from ebbflow.online.messages import RolloutPart, RolloutRequest, TaskTimer, TraceSpan
+from ebbflow.online.messages import RolloutReport, RolloutRequest, TaskTimer, TraceSpan
 from ebbflow.rewards.combine import Scorer, ScoreTable
 from ebbflow.rollouts.engine import Engine, build_text_arguments
 from ebbflow.rollouts.generate import Diffusers, Rollouts, find_finite_rows
@@ -44,7 +44,7 @@ class RolloutWorker:
 
     def generate(
         self, request: RolloutRequest, weights: WeightsVersion
-    ) -> tuple[Rollouts, np.ndarray, RolloutPart]:
+    ) -> tuple[Rollouts, np.ndarray, RolloutReport]:
         """(rollouts on the CPU, images, report). New weights are received and verified first.
 
         Raises:
@@ -81,11 +81,11 @@ class RolloutWorker:
             # One row per prompt travels; here it is repeated for every sample.
             conditioning = request.conditioning.select_rows(torch.from_numpy(request.sample_index))
             rollouts, images = generate(conditioning, request.keys, request.sampler, request.plan)
-        report = RolloutPart(
+        report = RolloutReport(
             weights.version,
             sum((span.seconds for span in received), 0.0),
             find_finite_rows(rollouts.latents),
-            spans=received + generated,
+            received + generated,
         )
         # Rollouts may wait for training for some steps, and the device needs the room for the next
         # ones.

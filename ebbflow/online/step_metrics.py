@@ -24,7 +24,7 @@ def measure_freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
         "staleness/mean": fmean(ages),
         "staleness/max": max(ages),
         "staleness/dropped_samples": batch.num_dropped,
-        "push/receive_seconds": max(part.receive_seconds for part in batch.parts),
+        "push/receive_seconds": max(part.report.receive_seconds for part in batch.parts),
     }
 
 

@@ -366,7 +366,6 @@ class StageWorkers(Protocol):
         steps_before: rollout steps that the algorithm made with this policy in earlier stages.
         reward_weights: weight of each trained reward in the sum, by column.
         reads_rollouts: whether a reward or guardrail scores latents or sound.
-        can_lose_results: whether results lie on other machines, and may be gone with them.
     """
 
     training: TrainingGroup
@@ -375,7 +374,6 @@ class StageWorkers(Protocol):
     steps_before: int
     reward_weights: dict[str, float]
     reads_rollouts: bool
-    can_lose_results: bool
 
     async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
         """The weights that generate from now on: of a copy of the policy; left out, of the one that
@@ -415,8 +413,6 @@ class LocalWorkers:
             sent.
         index: of this process among those of the stage, for the numbers of its workers.
     """
-
-    can_lose_results = False
 
     def __init__(
         self,

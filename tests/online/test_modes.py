@@ -288,7 +288,6 @@ def with_losses(workers):
 
     workers.reward.run = score
     workers.training.receive = receive
-    workers.can_lose_results = True
     return workers
 
 
@@ -318,7 +317,6 @@ def test_samples_that_are_gone_are_generated_again_with_the_weights_that_they_ha
             return await receive_rollouts(*rollouts)
 
         workers.training.receive = receive
-        workers.can_lose_results = True
         return workers
 
     versions = [

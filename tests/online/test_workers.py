@@ -315,13 +315,30 @@ def test_who_has_a_request_that_hangs_is_named(monkeypatch, caplog, role, what):
         config = SimpleNamespace(placement="in_process", mode="sync")
         queue.ctx = SimpleNamespace(online_config=config)
         queue.in_flight = [step]
-        queue.workers = SimpleNamespace(can_lose_results=False)
+        queue._receive_step = lambda step: asyncio.sleep(0, True)
         return (await asyncio.gather(queue.next_batch(5), watch_the_log()))[0]
 
     assert asyncio.run(run()).parts == ["samples"]
     (line, *_) = [record.getMessage() for record in caplog.records]
     assert line.startswith("waiting for 1 requests; none was generated and scored in 0.05 s: ")
     assert f"{role} worker 3: {what} for " in line
+
+
+def test_rollouts_that_failed_while_another_step_trained_end_the_stage():
+    async def fail():
+        raise OSError("CUDA")
+
+    async def run():
+        queue = RolloutQueue.__new__(RolloutQueue)
+        config = SimpleNamespace(placement="in_process", mode="one_step_off")
+        queue.ctx = SimpleNamespace(online_config=config)
+        queue.in_flight = [RolloutBatch(1, [None], [asyncio.ensure_future(fail())])]
+        # One turn of the event loop, in which the task ends before anyone waits for it.
+        await asyncio.sleep(0)
+        await queue.next_batch(1)
+
+    with pytest.raises(OSError, match="CUDA"):
+        asyncio.run(run())
 
 
 def test_errors_of_an_engine_are_not_tried_again(work):
