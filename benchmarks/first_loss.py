@@ -141,8 +141,11 @@ def record_first_step(algorithm: str = "flow_grpo") -> CallRecorder:
         }
     )
     ctx = StageContext(recipe, 0, 0)
-    # In memory: a stage from folder to folder would load and save models around the step.
-    policy = Policy(build_glyph_model(GlyphTrainingConfig()), recipe.policy, 0)
+    # In memory: a stage from folder to folder would load and save models around the step. Watched,
+    # as when a stage loads its model, which starts the watchdog's thread. A thread that began
+    # within the step would be recorded or not: it looks around every 15 seconds.
+    with watch("building the model"):
+        policy = Policy(build_glyph_model(GlyphTrainingConfig()), recipe.policy, 0)
     updater = PolicyUpdater(policy, ctx.online_config)
     workers = open_local_workers(ctx, updater, Scorer(((Darkness(), 1.0),)))
     prompts = [
@@ -150,10 +153,6 @@ def record_first_step(algorithm: str = "flow_grpo") -> CallRecorder:
         for number, text in enumerate(("ABCD", "EFGH", "IJKL"))
     ]
     recorder = CallRecorder()
-    # Whatever loads a model is watched, so the watchdog of a stage looks around long before its
-    # first step, every 15 seconds; on a busy machine it would do so within a recorded step or not.
-    with watch("loading a model"):
-        pass
     # Noise is generated in a thread and images are scored in one; both start within the step.
     threading.setprofile(recorder.record_call)
     sys.setprofile(recorder.record_call)
