@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.encoding import Embeddings
@@ -136,29 +136,36 @@ class ThreadWorker(LocalWorker):
         *arguments: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        answer: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        answer: concurrent.futures.Future[tuple[Any, BaseException | None]]
+        answer = concurrent.futures.Future()
         # Running from now on, so that nobody cancels it: the thread of a call that timed out may
         # still come back with an outcome, which is then ignored.
         answer.set_running_or_notify_cancel()
 
         def run_call() -> None:
             try:
-                answer.set_result(getattr(self.target, method.__name__)(*arguments, **keywords))
+                result = getattr(self.target, method.__name__)(*arguments, **keywords)
+                answer.set_result((result, None))
             # Whatever is raised belongs to the coroutine that awaits the call, not to this thread.
+            # As a result: a future of asyncio takes no StopIteration, and takes the CancelledError
+            # of a reward's own threads for the end of the stage.
             except BaseException as error:
-                answer.set_exception(error)
+                answer.set_result((None, error))
 
         awaited = asyncio.wrap_future(answer)
         # A thread of its own rather than a pool's: a pool waits for hung threads at exit.
         threading.Thread(target=run_call, name=f"reward {self.index}", daemon=True).start()
         try:
-            return await awaited
+            result, error = await awaited
         except asyncio.CancelledError:
             # Training and rollouts of this process keep the event loop from its turn for minutes.
             # It then sees the deadline of a call together with an answer that came in time.
             if awaited.cancelled() or not awaited.done():
                 raise
-            return awaited.result()
+            result, error = awaited.result()
+        if error is not None:
+            raise error
+        return cast(Result, result)
 
 
 class WorkerPool:

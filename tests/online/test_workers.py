@@ -4,6 +4,7 @@ so."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from types import SimpleNamespace
@@ -191,6 +192,20 @@ def test_a_request_that_kills_every_worker_ends_the_stage(work):
             asyncio.run(RolloutQueue.generate_request(Queue(), Request(7), "version 0"))
     finally:
         Hand.call = whole
+
+
+@pytest.mark.parametrize("error", [StopIteration, concurrent.futures.CancelledError])
+def test_an_error_that_asyncio_gives_a_meaning_is_one_of_the_reward(error):
+    class Reward:
+        def score(self):
+            raise error
+
+    async def run():
+        pool = WorkerPool("reward", [ThreadWorker(Reward())], None, 5, 2, lambda error: True)
+        await pool.run(lambda worker: worker.call(Reward.score))
+
+    with pytest.raises(CallFailed, match=f"{error.__name__}.*attempt 2 of 2"):
+        asyncio.run(run())
 
 
 def test_an_answer_in_time_counts_however_late_the_event_loop_sees_it():
