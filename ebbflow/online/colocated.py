@@ -71,9 +71,8 @@ in a collective, which ends them after ``TIMEOUT_MINUTES`` without a word of wha
 class ColocatedTrainingWorker(TrainingWorker):
     """A rank that trains on samples which lie on the ranks that generated them."""
 
-    def __init__(self, *arguments: Any, **keys: Any) -> None:
-        super().__init__(*arguments, **keys)
-        self._sent_spans = SentObject([])
+    # Those of the last step, until rank 0 has them.
+    _sent_spans: SentObject | None = None
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         return encode_prompts_together(self.updater.policy.model, prompts, self.encodes_negatives)
@@ -85,7 +84,8 @@ class ColocatedTrainingWorker(TrainingWorker):
         report = super().train(requests, advantages, *rollouts)
         # Sent instead of gathered: no rank but the first needs them, and none waits for another.
         if self.rank:
-            self._sent_spans.wait_until_received()  # those of the step before
+            if self._sent_spans:
+                self._sent_spans.wait_until_received()
             self._sent_spans = send_object(report.spans, 0, SPANS_TAG)
             return report
         others = [receive_object(rank, SPANS_TAG) for rank in range(1, Ranks.current().world)]
