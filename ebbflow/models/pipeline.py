@@ -361,8 +361,9 @@ class PipelineModel(ReadsPipeline):
             ).chunk(2)
         else:
             # Two passes in rollouts too, which need no gradient: both must round alike, or the
-            # first ratio would not be 1. The prompts come first, as autocast keeps the weights that
-            # it has cast: those that a pass without gradient had cast would give the next one none.
+            # first ratio would not be 1. The prompts come first: before pytorch/pytorch#165068
+            # autocast kept the weights that a pass without gradient had cast, and the next pass
+            # gave them none.
             prediction = self._run_network(latents, sigma, conditioning.without_guidance())
             with torch.no_grad():
                 negative = self._run_network(latents, sigma, conditioning.negative)

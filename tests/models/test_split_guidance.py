@@ -75,12 +75,22 @@ def test_the_gradient_is_that_of_a_detached_negative_prediction(case, monkeypatc
 
 
 def test_autocast_leaves_every_weight_its_gradient(case, monkeypatch):
-    """Casts of weights are kept for a whole prediction: those of a pass without gradient would have
-    none.
+    """Autocast keeps casts of weights for a whole prediction, and those of a pass without gradient
+    had none before pytorch/pytorch#165068: the pass with gradient comes first.
     """
     model, latents, sigma, conditioning = case("sd3")
     split = replace(conditioning, negative_gradient=False)
-    _, gradient = gradient_of(model, latents, sigma, split, precision="bfloat16")
+    run_network = model._run_network
+    with_gradient = []
+
+    def watch(*arguments):
+        with_gradient.append(torch.is_grad_enabled())
+        return run_network(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_run_network", watch)
+        _, gradient = gradient_of(model, latents, sigma, split, precision="bfloat16")
+    assert with_gradient == [True, False]
     detach_negatives(model, monkeypatch)
     _, detached = gradient_of(model, latents, sigma, conditioning, precision="bfloat16")
     assert len(gradient) == len(detached)
@@ -107,7 +117,7 @@ def test_a_repeated_pass_has_the_same_gradient(case, checkpointed):
     assert torch.equal(gradient, expected)
 
 
-def test_half_as_much_is_kept_for_the_backward_pass(case):
+def test_predictions_without_negative_gradient_keep_half_for_the_backward_pass(case):
     model, latents, sigma, conditioning = case("sd3")
     model.transformer.requires_grad_(False)
     # As an adapter in the first layer: everything after it is kept.

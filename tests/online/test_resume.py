@@ -297,7 +297,7 @@ def test_a_spent_budget_ends_it_with_what_was_learnt(attempt):
     assert "validation/reward" in rows[1]
 
 
-def test_it_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypatch):
+def test_a_stage_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypatch):
     """The scores are made up: the best comes early, is then overwritten by worse ones, and survives
     a restart.
     """
@@ -343,7 +343,7 @@ def test_it_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypa
     assert later[0] != whole[0]
 
 
-def test_killed_before_the_first_checkpoint_it_begins_again(attempt, finish):
+def test_a_stage_killed_before_its_first_checkpoint_begins_again(attempt, finish):
     with pytest.raises(Killed):
         attempt("killed", kill=1)
     assert attempt("killed") == finish("sync")

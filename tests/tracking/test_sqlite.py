@@ -99,7 +99,7 @@ def test_a_first_start_that_is_killed_leaves_no_store_and_the_next_makes_it(
     )
 
 
-def test_two_first_starts_at_once(tmp_path: Path, cache: Path) -> None:
+def test_two_first_starts_at_once_make_one_store(tmp_path: Path, cache: Path) -> None:
     barrier = CONTEXT.Barrier(2)
     assert in_processes(2, start_when_all_do, str(tmp_path), str(cache), barrier) == [0, 0]
     assert number_of_runs(tmp_path) == 2
@@ -207,7 +207,7 @@ def test_later_stores_are_copies_of_an_empty_one_with_artifacts_of_their_own(
     assert str(tmp_path).encode() not in copy
 
 
-def test_a_damaged_copy_is_made_anew(tmp_path: Path) -> None:
+def test_a_damaged_empty_store_is_made_anew(tmp_path: Path) -> None:
     migrated, _ = make_store(tmp_path / "first")
     copy = empty_store._find_folder() / "mlflow.db"
     copy.write_bytes(copy.read_bytes()[:-4096])
