@@ -1,4 +1,7 @@
-"""Python objects as messages between the ranks of a group, pickled.
+"""Python objects as messages between the ranks of a group.
+
+torch packs the objects as in its own ``all_gather_object``: the ranks of a group trust each other,
+and nothing that comes from a file or from outside of the group is read here.
 
 A rank that sends does not tell the others first how long its object is: the first part of a message
 has a fixed length and says it, and only an object that does not fit there needs a second part.
@@ -8,18 +11,18 @@ online stage exchange small objects in every step, and wait for each other in ev
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object
 
 FIRST_PART = 16 * 2**10
 """Bytes of the first part of a message."""
 LENGTH = 8
-"""Of these, those that say how many bytes the pickled object has."""
+"""Of these, those that say how many bytes the object has, as an int64."""
 
 
 @dataclass
@@ -87,24 +90,23 @@ def _pack_object(value: Any) -> tuple[Tensor, Tensor]:
     """Pack an object into a part of ``FIRST_PART`` bytes and the rest, uint8; most rests are
     empty.
     """
-    pickled = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    packed = len(pickled).to_bytes(LENGTH, "little") + pickled
-    # ``frombuffer`` wants memory that may be written to.
-    padded = bytearray(packed.ljust(FIRST_PART, b"\0"))
-    parts = torch.frombuffer(padded, dtype=torch.uint8)
-    return parts[:FIRST_PART], parts[FIRST_PART:]
+    # The group is asked for by torch's debugging alone, which hashes what NCCL sends.
+    content, length = _object_to_tensor(value, torch.device("cpu"), None)
+    packed = torch.zeros(max(FIRST_PART, LENGTH + len(content)), dtype=torch.uint8)
+    packed[:LENGTH] = length.view(torch.uint8)
+    packed[LENGTH : LENGTH + len(content)] = content
+    return packed[:FIRST_PART], packed[FIRST_PART:]
 
 
 def _unpack_object(first: Tensor, rest: Tensor) -> Any:
-    pickled = first.numpy().tobytes()[LENGTH:] + rest.numpy().tobytes()
-    # The padding behind the pickled object is not read.
-    return pickle.loads(pickled)
+    length = int(first[:LENGTH].view(torch.int64))
+    # What pads the last part is behind the object, and is not read.
+    return _tensor_to_object(torch.cat([first[LENGTH:], rest]), length, None)
 
 
 def _count_missing_bytes(first: Tensor) -> int:
     """Count the bytes of a packed object that its first part has no room for."""
-    length = int.from_bytes(first[:LENGTH].numpy().tobytes(), "little")
-    return max(0, LENGTH + length - FIRST_PART)
+    return max(0, LENGTH + int(first[:LENGTH].view(torch.int64)) - FIRST_PART)
 
 
 def _gather_tensors(value: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

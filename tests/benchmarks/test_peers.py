@@ -152,8 +152,9 @@ def test_our_best_settings_for_flow_grpo_train_on_the_passes_of_the_rollout(monk
     )
     ours = build_ours(SIZE, prompts, best=True)
     assert len(compiled) == 1
-    # The trained steps of the rollout have a gradient and are not repeated; its last step has none.
-    assert count_rows(ours) == (4 * 2 * 10 + WATCHED, 4 * 2 * 9)
+    # The trained steps of the rollout have a gradient and are not repeated; its last step has none,
+    # and neither have the negative prompts in any step.
+    assert count_rows(ours) == (4 * 2 * 10 + WATCHED, 4 * 9)
 
 
 def test_a_step_of_a_peer_trains_its_adapters_and_no_other_weights(checkouts, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,18 @@ from ebbflow.training.object_messages import (
 from tests.two_processes import as_two_ranks
 
 
-def make_text(pickled_bytes: int) -> str:
-    """Make a text that is so many bytes long once it is pickled."""
-    overhead = len(pickle.dumps("x" * 1000, protocol=pickle.HIGHEST_PROTOCOL)) - 1000
-    text = "x" * (pickled_bytes - overhead)
-    assert len(pickle.dumps(text, protocol=pickle.HIGHEST_PROTOCOL)) == pickled_bytes
+def make_text(packed_bytes: int) -> str:
+    """Make a text that has so many bytes once it is packed."""
+    overhead = count_packed_bytes("x" * 1000) - 1000
+    text = "x" * (packed_bytes - overhead)
+    assert count_packed_bytes(text) == packed_bytes
     return text
+
+
+def count_packed_bytes(text: str) -> int:
+    packed = io.BytesIO()
+    torch.distributed.distributed_c10d._pickler(packed).dump(text)
+    return len(packed.getvalue())
 
 
 def exchange_objects() -> None:
