@@ -165,8 +165,9 @@ def test_of_videos_frames_of_the_same_time_are_compared():
 
 
 def test_a_validation_scores_single_images_without_it():
-    worker = RewardWorker(Scorer(((Brighter(), 2.0), (Tall(), 0.5)), (Tall(),)))
-    worker.scorer.guardrails[0].name = "watched"
+    guardrail = Tall()
+    guardrail.name = "watched"
+    worker = RewardWorker(Scorer(((Brighter(), 2.0), (Tall(), 0.5)), (guardrail,)))
     pictures = grey(9, 1, 5, 3)
     scores, *_ = worker.score(pictures, prompts(0, 0, 1, 1), 0)
     assert list(scores.metrics) == ["brighter", "light", "tall"]
