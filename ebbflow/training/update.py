@@ -346,10 +346,8 @@ class PolicyUpdater:
             self.anchor_loss = self.anchor.add_gradient(self, self.loss_scale)
             self.policy.average_gradients()
         if self.loss_scale != 1:
-            torch._foreach_div_(
-                [p.grad for p in self.policy.parameters.values() if p.grad is not None],
-                self.loss_scale,
-            )
+            gradients = [p.grad for p in self.policy.parameters.values() if p.grad is not None]
+            torch._foreach_div_(gradients, self.loss_scale)
         return results
 
     def _compute_loss(

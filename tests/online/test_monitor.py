@@ -1,6 +1,4 @@
-"""What is watched and kept of an online stage: validation, dumps, profiles and the timeline; and
-that none of it is felt.
-"""
+"""Validations, dumps, profiles and the timeline of an online stage, which change nothing in it."""
 
 from __future__ import annotations
 
