@@ -1,4 +1,4 @@
-"""What a stage asks of a rollout engine, and how the engines beside the reference are opened."""
+"""What a stage asks of a rollout engine, and how all engines but the reference are opened."""
 
 from __future__ import annotations
 

@@ -45,17 +45,18 @@ def keep_empty_store(path: Path) -> None:
     ones. A cache that cannot be written costs the migrations of the next one, and nothing else.
     """
     folder = _find_folder()
-    with (
-        suppress(ArtifactError, DiskFullError, OSError, sqlite3.Error),
-        write_new_folder(folder) as unfinished,
-    ):
-        shutil.copyfile(path, unfinished / DATABASE)
-        with closing(sqlite3.connect(unfinished / DATABASE)) as database:
-            # The only row that depends on the place of a store: MLflow adds the default experiment,
-            # with the folder of its artifacts, to each store that it opens and that has none.
-            database.execute("DELETE FROM experiments")
-            database.commit()
-            database.execute("VACUUM")
+    try:
+        with write_new_folder(folder) as unfinished:
+            shutil.copyfile(path, unfinished / DATABASE)
+            with closing(sqlite3.connect(unfinished / DATABASE)) as database:
+                # The only row that depends on the place of a store: MLflow adds the default
+                # experiment, with the folder of its artifacts, to each store that it opens and that
+                # has none.
+                database.execute("DELETE FROM experiments")
+                database.commit()
+                database.execute("VACUUM")
+    except (ArtifactError, DiskFullError, OSError, sqlite3.Error) as error:
+        logger.info("MLflow makes the tables of the next store, too: %s: %s", folder, error)
 
 
 def cache_folder() -> Path:

@@ -93,11 +93,11 @@ def test_windows_and_statistics_go_on_in_the_next_stage(
     ctx = StageContext(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0)
     seen = []
 
-    def watched(stage, seed, step, with_means):
+    def record_window(stage, seed, step, with_means):
         seen.append(step)
         return plan_window(stage, seed, step, with_means)
 
-    monkeypatch.setattr(rollout_queue, "plan_window", watched)
+    monkeypatch.setattr(rollout_queue, "plan_window", record_window)
     folder = start(ctx.recipe)
     counts = []
     for name in ("first", "second"):
