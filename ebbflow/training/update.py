@@ -382,9 +382,7 @@ class PolicyUpdater:
         # The correction weighs the algorithm's term alone, not the penalty.
         loss = loss * batch.weight[part]
         if anchor is not None:
-            divergence, weight = compute_penalty(
-                self.stage.reference, rows, velocity, anchor, self.reference_copy
-            )
+            divergence, weight = compute_penalty(self.stage.reference, rows, velocity, anchor)
             loss = loss + weight * divergence
             metrics = metrics | {"kl/reference": divergence}
         return loss, metrics
