@@ -32,6 +32,8 @@ PRELOADED = (
     "ebbflow.tracking.nodes",
 )
 """What a rank imports before its first step; the fork server imports it once for all of them."""
+TRIAL_SECONDS = 60
+"""A trial backward pass in a fork takes milliseconds; one that has not ended by then hangs."""
 
 
 def preload_fork_server(recipe: Recipe) -> bool:
@@ -78,6 +80,10 @@ def _can_forks_train() -> bool:
     if process == 0:
         status = 1
         try:
+            # A lock that another thread held at the fork is never released in it. The signal's own
+            # action ends the fork then: a handler of Python would wait for the same lock.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(TRIAL_SECONDS)
             torch.ones((), requires_grad=True).backward()
             status = 0
         finally:

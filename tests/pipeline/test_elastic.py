@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import process, util
@@ -26,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError, dynamic_rendezvous
 
 from ebbflow.recipe import Recipe
+from tasks import fork_server
 from tasks.elastic import (
     GracefulElastic,
     GracefulElasticTask,
@@ -274,3 +276,12 @@ def test_a_process_whose_forks_torch_refuses_is_found(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.Tensor, "backward", refuse)
     assert not _can_forks_train()
+
+
+def test_a_process_whose_forks_hang_in_a_lock_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+    monkeypatch.setattr(fork_server, "TRIAL_SECONDS", 1)
+    monkeypatch.setattr(torch.Tensor, "backward", lambda tensor: lock.acquire())
+    # As of a thread that held it at the fork.
+    with lock:
+        assert not _can_forks_train()
