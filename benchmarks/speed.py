@@ -28,7 +28,8 @@ from tqdm import tqdm
 
 from benchmarks.free_network import build_part
 from benchmarks.gpu_sides import SIZES, WIDE, ModelSize, build_random_model, generate_random_prompts
-from benchmarks.peers import SCRIPTS, format_peer_part, list_peer_cases, parse_checkout
+from benchmarks.peer_loops import SCRIPTS, parse_checkout
+from benchmarks.peers import format_peer_part, list_peer_cases
 from benchmarks.speed_report import Call, Case, MedianTimes, format_report, replace_part
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers, speed_report
+from benchmarks import peer_loops, peers, speed_report
 from benchmarks.gpu_sides import generate_random_prompts
 
 # What the two training scripts have of their own, in the fewest lines; the package is imported as
@@ -85,19 +85,19 @@ def compute_log_prob(transformer, pipeline, sample, j, embeds, pooled_embeds, co
     step = sample["next_latents"][:, j] - sample["latents"][:, j]
     return None, -((step + 0.1 * velocity) ** 2).mean(dim=(1, 2, 3)), None, None
 """
-SIZE = replace(peers.PEER_SIZES["tiny SD3"], prompts=2, group_size=2, batch=2)
+SIZE = replace(peer_loops.PEER_SIZES["tiny SD3"], prompts=2, group_size=2, batch=2)
 
 
 @pytest.fixture
 def checkouts(tmp_path: Path) -> dict[str, Path]:
     """A stub of a checkout of each library."""
-    for name, script in peers.SCRIPTS.items():
+    for name, script in peer_loops.SCRIPTS.items():
         path = tmp_path / name / script
         package = tmp_path / name / "flow_grpo" / "sampling.py"
         for file, text in ((path, SCRIPT), (package, PACKAGE)):
             file.parent.mkdir(parents=True)
             file.write_text(text)
-    return {name: tmp_path / name for name in peers.SCRIPTS}
+    return {name: tmp_path / name for name in peer_loops.SCRIPTS}
 
 
 def count_rows(call: Callable[[], object]) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def test_a_step_of_a_peer_and_ours_predict_as_many_rows(
     prompts = generate_random_prompts(
         SIZE.network, SIZE.images, guidance, torch.device("cpu"), torch.float32
     )
-    theirs = build_theirs(peers.load_script(name, checkouts[name]), SIZE, prompts)
+    theirs = build_theirs(peer_loops.load_script(name, checkouts[name]), SIZE, prompts)
     assert count_rows(theirs) == (rows, with_gradient)
     ours = build_ours(SIZE, prompts, best=False)
     assert count_rows(ours) == (rows + watched, with_gradient)
@@ -159,15 +159,17 @@ def test_our_best_settings_for_flow_grpo_train_on_the_passes_of_the_rollout(monk
 
 def test_a_step_of_a_peer_trains_its_adapters_and_no_other_weights(checkouts, monkeypatch):
     pipelines = []
-    build = peers.build_peer_pipeline
+    build = peer_loops.build_peer_pipeline
     monkeypatch.setattr(
-        peers, "build_peer_pipeline", lambda size: pipelines.append(build(size)) or pipelines[-1]
+        peer_loops,
+        "build_peer_pipeline",
+        lambda size: pipelines.append(build(size)) or pipelines[-1],
     )
     for name, (guidance, build_theirs, _) in peers.BUILDERS.items():
         prompts = generate_random_prompts(
             SIZE.network, SIZE.images, guidance, torch.device("cpu"), torch.float32
         )
-        theirs = build_theirs(peers.load_script(name, checkouts[name]), SIZE, prompts)
+        theirs = build_theirs(peer_loops.load_script(name, checkouts[name]), SIZE, prompts)
         network = pipelines[-1].transformer
         before = {key: value.clone() for key, value in network.state_dict().items()}
         theirs()
@@ -180,10 +182,10 @@ def test_a_step_of_a_peer_trains_its_adapters_and_no_other_weights(checkouts, mo
 def test_an_import_of_a_checkout_leaves_nothing_behind(checkouts):
     modules = set(sys.modules)
     path = list(sys.path)
-    scripts = [peers.load_script(name, checkout) for name, checkout in checkouts.items()]
+    scripts = [peer_loops.load_script(name, checkout) for name, checkout in checkouts.items()]
     assert scripts[0].pipeline_with_logprob is not scripts[1].pipeline_with_logprob
     left = {name.partition(".")[0] for name in set(sys.modules) - modules}
-    assert not left & {"flow_grpo", *peers.UNUSED}
+    assert not left & {"flow_grpo", *peer_loops.UNUSED}
     assert sys.path == path
 
 
@@ -194,7 +196,7 @@ def test_an_import_of_a_checkout_leaves_nothing_behind(checkouts):
 def test_a_wrong_checkout_is_named(text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(argparse.ArgumentTypeError, match=message):
-        peers.parse_checkout(text)
+        peer_loops.parse_checkout(text)
 
 
 def test_the_part_names_commits_and_rows(checkouts):
