@@ -97,6 +97,7 @@ def test_the_cpu_has_no_limit_and_nothing_moves():
     assert count_free_bytes(torch.device("cpu")) == math.inf
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("fits", [True, False])
 def test_prompts_are_encoded_with_the_transformer_aside_where_both_do_not_fit(
     tmp_path, monkeypatch, fits

@@ -396,6 +396,7 @@ def stored(folder, latents, precision="float32", at_once=3):
     return path
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @given(data=st.data())
 def test_the_latents_of_any_rows_are_read_in_the_order_asked_for(tmp_path_factory, precision, data):

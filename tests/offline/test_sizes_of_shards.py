@@ -100,6 +100,7 @@ def train(ctx, base, folder, trained, checkpoints=None, rollouts=None, **rest):
     return [row["loss"] for row in recorder.metrics_rows]
 
 
+@pytest.mark.any_cpu
 def test_a_shard_has_one_size_by_its_weight(stored):
     ctx, folder = stored
     for shard, size in enumerate([(32, 64), (64, 32), (64, 32)]):

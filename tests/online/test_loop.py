@@ -382,6 +382,7 @@ def test_failed_samples_are_masked_and_too_many_stop_the_stage(run, make_prompts
 WITHOUT_REWARDS = ["distillation", "dmd2", "tdm", "tdm_r1"]
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_REWARDS])
 def test_groups_that_say_nothing_train_nothing(run, turned, name):
     """A reward that gives everyone the same: no update, no crash, and the metrics say why."""

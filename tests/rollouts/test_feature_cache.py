@@ -119,6 +119,7 @@ def test_cache_skips_blocks_and_approximates_the_samples(trained_model, samples,
     assert (first, last) == (always, always)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("cache", SKIPPING, ids=name_of)
 def test_state_ends_with_the_micro_batch(samples, cache):
     rows = [slice(0, 2), slice(2, 4), slice(4, 6)]

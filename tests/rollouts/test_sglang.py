@@ -227,6 +227,7 @@ def test_a_password_in_the_address_is_refused_and_not_repeated():
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.any_cpu
 def test_without_a_server_the_error_names_the_variable(open_stub, monkeypatch):
     _, engine, policy = open_stub()
     engine.server.url = "http://127.0.0.1:9"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ebbflow.recipe import Recipe
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify_folder
@@ -11,6 +13,8 @@ from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.distributed import join_process_group
 from ebbflow.training.group_checkpoints import GroupCheckpoints
 from tests.two_processes import as_two_ranks
+
+pytestmark = pytest.mark.any_cpu
 
 
 def find_best_as_node(recipe: Recipe, folder: Path) -> None:

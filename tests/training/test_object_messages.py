@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,8 @@ from ebbflow.training.object_messages import (
     send_object,
 )
 from tests.two_processes import as_two_ranks
+
+pytestmark = pytest.mark.any_cpu
 
 
 def make_text(packed_bytes: int) -> str:

@@ -62,6 +62,7 @@ def same(one, other):
     return all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("case", CASES)
 def test_it_changes_no_byte_with_or_without_a_checkpoint_between(base_folder, tmp_path, case):
     held, through, first, second = (
