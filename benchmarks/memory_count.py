@@ -35,6 +35,7 @@ from ebbflow.estimate.run import estimate_recipe
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan, plan_window
 from ebbflow.models.base import Conditioning
+from ebbflow.models.meta_results import MetaResults
 from ebbflow.models.sizes import _build_meta_pipeline
 from ebbflow.models.weight_files import PendingWeights
 from ebbflow.recipe import Recipe, load_recipe
@@ -80,6 +81,7 @@ class ByteCounter(TorchDispatchMode):
         self.alive = 0
         self.peak = 0
         self._storages: set[int] = set()
+        self._results = MetaResults()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -87,7 +89,7 @@ class ByteCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = self._answer(func, args, kwargs)
         if result is None:
-            result = func(*args, **kwargs)
+            result = self._results.compute(func, args, kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_meta:
                 self.enter(leaf)

@@ -31,6 +31,7 @@ from ebbflow.models.context_parallel import (
 )
 from ebbflow.models.families import load_adapter
 from ebbflow.models.families.glyph import build_glyph_model
+from ebbflow.models.meta_results import MetaResults
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base_folder import check_folder, find_index, read_json_object
@@ -352,12 +353,13 @@ class _PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.peak = 0
+        self._results = MetaResults()
         # Counted along, as a backward pass has thousands of tensors alive at each operation.
         self._total = 0
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = self._results.compute(func, args, kwargs or {})
         for value in tree_iter(result):
             if not isinstance(value, torch.Tensor):
                 continue
