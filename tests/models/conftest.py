@@ -24,10 +24,13 @@ from pipeline_cases import (
     EDITED_PIXELS,
     FIRST_AND_LAST,
     MODULAR,
+    PADDED,
     FirstOrderDpmSolver,
     FirstOrderUniPC,
     family,
+    few_tokens,
     guidance,
+    pad_to_few_tokens,
 )
 from transformers import PreTrainedTokenizerFast
 
@@ -120,12 +123,16 @@ def _config(name: str, path: Path, config: dict[str, Any]) -> ModelConfig:
     usual = {"height": 64, "width": 64, "guidance": guidance(name)}
     if name in FIRST_AND_LAST:
         usual["frames"] = 5
+    if name in PADDED:
+        usual |= few_tokens(name)
     return ModelConfig(family=family(name), path=str(path), **usual | config)
 
 
 def _small(model: PipelineModel) -> PipelineModel:
     if isinstance(model, QwenImageEditModel):
         model.edited_pixels = EDITED_PIXELS
+    if model.config.family in PADDED:
+        pad_to_few_tokens(model.pipeline)
     return model
 
 
@@ -156,6 +163,8 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
             pipeline = DiffusionPipeline.from_pretrained(path, local_files_only=True, **parts)
         if name in ("flux2", "flux2_edit"):
             pipeline.register_modules(tokenizer=TextProcessor.from_folder(path))
+        if name in PADDED:
+            pad_to_few_tokens(pipeline)
         pipeline.set_progress_bar_config(disable=True)
         if isinstance(pipeline, (WanPipeline, WanImageToVideoPipeline)):
             options = {"solver_order": 1, "disable_corrector": list(range(100))}

@@ -17,7 +17,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from pipeline_cases import COARSE, MODULAR, edits, few_tokens, keys, prompts, their_latents, theirs
+from pipeline_cases import (
+    COARSE,
+    FEW_TOKENS,
+    MODULAR,
+    edits,
+    few_tokens,
+    keys,
+    prompts,
+    their_latents,
+    theirs,
+)
 
 from benchmarks.tiny_models import TINY
 from ebbflow.models import ModelError
@@ -26,8 +36,6 @@ from ebbflow.rollouts.generate import generate_samples
 
 COUNT = 200
 """Aspect ratios of each family."""
-TOKENS = few_tokens("flux")["max_tokens"]
-"""Of prompts, where the family has a limit."""
 DECODED = 40
 """Of so many ratios one is decoded, too, and its images are encoded by the VAE of a video: five,
 each of more tokens than the one before.
@@ -61,27 +69,22 @@ def test_the_ratios_are_different_and_as_many_as_they_say():
     assert {(3, 4), (16, 9), (9, 16), (2, 2), (14, 2)} <= set(RATIOS)
 
 
-def shorten_text(pipeline, model, patch):
+def shorten_text(pipeline, patch):
     """Have a pipeline read few tokens, and encode its prompt in the first call alone: text has no
     aspect ratio. Encoders that see images encode them all.
     """
-    if hasattr(pipeline, "vision_num_semantic_tokens"):
-        # Of HunyuanVideo-1.5: tokens of an image that is not there, and of text in quotes.
-        patch.setattr(pipeline, "vision_num_semantic_tokens", 1)
-        for reader in (pipeline, model.pipeline):
-            patch.setattr(reader, "tokenizer_2_max_length", TOKENS)
     encode = pipeline.encode_prompt
     parameters = inspect.signature(encode).parameters
     if "image" in parameters:
         return
     if "max_sequence_length" not in parameters:
-        patch.setattr(pipeline, "tokenizer_max_length", TOKENS)
+        patch.setattr(pipeline, "tokenizer_max_length", FEW_TOKENS)
     encoded = []
 
     def look_up(*args, **kwargs):
         if not encoded:
             if "max_sequence_length" in parameters:
-                kwargs["max_sequence_length"] = TOKENS
+                kwargs["max_sequence_length"] = FEW_TOKENS
             encoded.append(encode(*args, **kwargs))
         return encoded[0]
 
@@ -138,7 +141,7 @@ def test_every_aspect_ratio_is_the_pipelines(tiny, peer, monkeypatch, name):
     if name in MODULAR:
         encode_text_once(pipeline, monkeypatch)
     else:
-        shorten_text(pipeline, tiny(name), monkeypatch)
+        shorten_text(pipeline, monkeypatch)
         config |= few_tokens(name)
         # Pipelines search all their modules for offloaded ones each time that they ask for it.
         monkeypatch.setattr(type(pipeline), "_execution_device", torch.device("cpu"))

@@ -12,7 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    FluxTransformer2DModel,
+    HunyuanVideo15Pipeline,
+)
 from pipeline_cases import (
     EVERY,
     FIRST_AND_LAST,
@@ -36,10 +40,11 @@ from pipeline_cases import (
 from torch import nn
 
 from ebbflow.flow.latents import get_picture_shape
-from ebbflow.models import ModelError, predict
+from ebbflow.models import ModelError, load_model, predict
 from ebbflow.models.base import Conditioning, is_trainable
 from ebbflow.models.packed import pack_latents, unpack_tokens
 from ebbflow.recipe.choices import SamplerConfig
+from ebbflow.recipe.model import ModelConfig
 from ebbflow.rollouts.generate import generate_samples
 from tests.tolerances import assert_equal_to_rounding
 
@@ -244,6 +249,20 @@ def test_prompts_beyond_the_limit_are_cut_there(tiny, name):
     if name == "qwen_image":
         short, long = together["mask"].sum(1).tolist()
         assert short < long == 20
+
+
+def test_padding_to_the_published_limits_is_the_pipelines(tiny_folder):
+    """To 1,000 tokens of text and 256 of quotes; of an image that is not there we have none, and
+    the pipeline 729. All other tests pad to few.
+    """
+    folder = tiny_folder("hunyuan_video_15")
+    size = {"height": 64, "width": 64, "guidance": 1.0}
+    model = load_model(folder, ModelConfig(family="hunyuan_video_15", path=str(folder), **size))
+    assert model.count_tokens().text == 1256
+    pipeline = HunyuanVideo15Pipeline.from_pretrained(folder, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.vision_num_semantic_tokens == 729
+    assert_same(model, pipeline, prompts("hunyuan_video_15", SHORT[:1]), steps=2)
 
 
 def test_hunyuan_video_reads_the_words_of_a_prompt(tiny):
