@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import cuda_budget
-from benchmarks.cuda_budget import CASES, COMPILED, format_case, measure_case, measure_compiled
-from tests.benchmarks.test_cuda_budget import TABLE
 
 pytest.importorskip("triton", reason="torch for CPUs comes without Triton")
 from benchmarks.compiled_kernels import build_kernels, compile_block
@@ -72,19 +70,3 @@ def test_nothing_stays_of_the_pretended_gpu():
     assert torch.cuda.is_available() == available
     assert torch.cuda.get_device_properties is properties
     assert not torch.compiler.is_compiling()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_blocks_do_the_same_work_in_fewer_kernels(name):
-    case = CASES[name]
-    compiled = measure_compiled(case)
-    eager = measure_case(case)
-    lines = format_case(name, case, eager | {COMPILED: compiled})
-    assert set(lines) <= set(TABLE.read_text().splitlines()), (
-        "run python -m benchmarks.cuda_budget --write, and say in the commit what grew"
-    )
-    with_adapters = eager["predict(), LoRA"]
-    assert compiled.kernels.total() < with_adapters.kernels.total()
-    if not compiled.masked:
-        assert compiled.flops == with_adapters.flops

@@ -4,17 +4,38 @@ within its budget.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import cuda_budget
-from benchmarks.cuda_budget import CASES, count_kernels, format_case, measure_case
+from benchmarks.cuda_budget import (
+    CASES,
+    COMPILED,
+    Counts,
+    count_kernels,
+    format_case,
+    measure_case,
+    measure_compiled,
+)
 
 LIMIT = 1.1
 """Kernels and predicted time of a forward pass with adapters, for one of diffusers' own."""
 TABLE = Path(cuda_budget.__file__).with_name("results") / "cuda_budget.md"
+
+
+@cache
+def measure_eager(name: str) -> dict[str, Counts]:
+    return measure_case(CASES[name])
+
+
+def check_table(name: str, results: dict[str, Counts]) -> None:
+    lines = format_case(name, CASES[name], results)
+    assert set(lines) <= set(TABLE.read_text().splitlines()), (
+        "run python -m benchmarks.cuda_budget --write, and say in the commit what grew"
+    )
 
 
 @pytest.mark.parametrize(
@@ -25,16 +46,26 @@ TABLE = Path(cuda_budget.__file__).with_name("results") / "cuda_budget.md"
     ],
 )
 def test_the_table_is_what_the_code_gives(name):
-    results = measure_case(CASES[name])
-    lines = format_case(name, CASES[name], results)
-    assert set(lines) <= set(TABLE.read_text().splitlines()), (
-        "run python -m benchmarks.cuda_budget --write, and say in the commit what grew"
-    )
+    results = measure_eager(name)
+    check_table(name, results)
     plain, without_adapters, with_adapters, _ = results.values()
     assert with_adapters.casts <= plain.casts + 2, "the latents, and all adapters at once"
     assert with_adapters.kernels.total() <= LIMIT * plain.kernels.total()
     assert with_adapters.milliseconds <= LIMIT * plain.milliseconds
     assert without_adapters.kernels.total() > plain.kernels.total(), "autocast's casts"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_blocks_do_the_same_work_in_fewer_kernels(name):
+    pytest.importorskip("triton", reason="torch for CPUs comes without Triton")
+    compiled = measure_compiled(CASES[name])
+    eager = measure_eager(name)
+    check_table(name, eager | {COMPILED: compiled})
+    with_adapters = eager["predict(), LoRA"]
+    assert compiled.kernels.total() < with_adapters.kernels.total()
+    if not compiled.masked:
+        assert compiled.flops == with_adapters.flops
 
 
 def test_kernels_casts_and_work_are_counted():
