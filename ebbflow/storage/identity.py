@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,7 +75,10 @@ def list_sources(root: Path) -> list[list[str]]:
     return [[str(name), sha256_of_file(path)] for name, path in sources]
 
 
+@cache
 def _list_versions() -> dict[str, str]:
+    # Once: a process keeps the libraries that it has imported, and each version is parsed from the
+    # package's whole metadata.
     versions = {}
     for requirement in requires("ebbflow") or ():
         # "torch>=2.9; extra == 'all'" names the package before its first operator.
