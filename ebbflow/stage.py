@@ -5,7 +5,7 @@ tells what it does.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -203,9 +203,10 @@ class MetricsRecorder:
         if self.metrics_logger:
             self.metrics_logger.log_image(key, image, step)
 
-    def log_file(self, path: str, content: bytes) -> None:
+    def log_file(self, path: str, content: bytes | Callable[[], bytes]) -> None:
+        """As a metrics logger; a function that makes the file is called only where there is one."""
         if self.metrics_logger:
-            self.metrics_logger.log_file(path, content)
+            self.metrics_logger.log_file(path, content if isinstance(content, bytes) else content())
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
         if self.metrics_logger:

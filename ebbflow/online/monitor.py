@@ -28,7 +28,7 @@ from ebbflow.online.timeline import Timeline
 from ebbflow.plots.images import PICTURED, build_image_grid, format_caption
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rewards.samples import reads_any
-from ebbflow.stage import MetricsLogger, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext
 
 
 class StageMonitor:
@@ -48,7 +48,7 @@ class StageMonitor:
         self,
         ctx: StageContext,
         queue: RolloutQueue,
-        metrics_logger: MetricsLogger,
+        metrics_logger: MetricsRecorder,
         prompts: Sequence[Prompt] = (),
         encode: Callable[[Sequence[Prompt]], Awaitable[Embeddings]] | None = None,
     ) -> None:
@@ -166,8 +166,9 @@ class StageMonitor:
         """Log the timeline, also of a stage that failed: it may show why."""
         self.add_spans()
         if self.timeline.spans:
-            self.metrics_logger.log_file("timeline.json", self.timeline.encode_json())
-            self.metrics_logger.log_file("timeline.png", self.timeline.render_png())
+            # Drawn by the one rank of a group that logs, as it takes a second.
+            self.metrics_logger.log_file("timeline.json", self.timeline.encode_json)
+            self.metrics_logger.log_file("timeline.png", self.timeline.render_png)
 
     def add_spans(self) -> None:
         """Add what the workers did to the timeline. Profiles are large and go to the metrics
