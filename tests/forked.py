@@ -56,6 +56,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 imports.
 """
 CONTEXT.set_forkserver_preload(PRELOADED)
+SERVER_ATTRIBUTES = ("_forkserver_pid", "_forkserver_address", "_forkserver_alive_fd")
+"""What ``multiprocessing`` knows of the server that runs; None without one."""
 
 
 @contextmanager
@@ -64,13 +66,17 @@ def separate_fork_server() -> Iterator[None]:
 
     The task forks this process as the server (tasks/fork_server.py). Programs of later tests would
     be forks of pytest, with its standard streams, with ``workflows`` imported already, and with
-    locks that another thread of pytest held.
+    locks that another thread of pytest held. They are forks of the server of before, which keeps
+    what it took seconds to import.
     """
-    stop_fork_server()
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    program_server = {name: getattr(server, name) for name in SERVER_ATTRIBUTES}
+    vars(server).update(dict.fromkeys(SERVER_ATTRIBUTES))
     try:
         yield
     finally:
         stop_fork_server()
+        vars(server).update(program_server)
         # A task whose forks could not train has left its own list.
         CONTEXT.set_forkserver_preload(PRELOADED)
 

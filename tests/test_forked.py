@@ -8,10 +8,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import two_processes
-from tests.forked import ROOT, ForkedProgram
+from tests.forked import CONTEXT, ROOT, ForkedProgram, separate_fork_server
 
 HANGS = """
 import os, sys, time
@@ -63,3 +64,23 @@ def test_a_rank_has_nothing_of_what_the_server_had_when_it_started(
         0, lambda: seen.append(dict(os.environ)), (), {"WORLD_SIZE": "2"}, str(tmp_path / "stacks")
     )
     assert seen == [{"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}]
+
+
+def find_server() -> int:
+    """The process that a program would be a fork of now."""
+    program = CONTEXT.Process(target=time.sleep, args=(600,))
+    program.start()
+    server = psutil.Process(program.pid).ppid()
+    program.kill()
+    program.join()
+    return server
+
+
+def test_a_separate_server_ends_and_later_programs_are_forks_of_the_first() -> None:
+    before = find_server()
+    with separate_fork_server():
+        CONTEXT.set_forkserver_preload([])
+        separate = find_server()
+    assert separate != before
+    assert not psutil.pid_exists(separate)
+    assert find_server() == before
