@@ -36,6 +36,7 @@ from tasks.elastic import (
 )
 from tasks.fork_server import _can_forks_train, _create_socket_folder
 from tasks.train_offline import train_offline
+from tests.forked import ROOT, run_forked
 
 CASES = Path(__file__).with_name("elastic_cases.py")
 
@@ -233,6 +234,7 @@ def start_server():
     import torch
 
     torch.ones((), requires_grad=True).backward()
+    forkserver.set_forkserver_preload([])  # that it starts is asked, not what it imports
     forkserver.ensure_running()
 
 
@@ -260,13 +262,8 @@ def test_a_rank_trains_and_can_start_a_fork_server_of_its_own(tmp_path: Path, fo
     """
     script = tmp_path / "starts.py"
     script.write_text(STARTS_A_SERVER)
-    done = subprocess.run(
-        [sys.executable, str(script), forks],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = run_forked([str(script), forks], cwd=tmp_path, env=environment, timeout=240)
     assert done.stdout.split() == ["0", "SIGTERM"], done.stderr
 
 
