@@ -4,7 +4,9 @@ MLflow takes seconds to make one. The conftest of a folder imports them.
 
 from __future__ import annotations
 
+import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.training.policy_metadata import PolicyMetadata
 
-__all__ = ["name", "policy", "recipe", "store"]
+__all__ = ["few_sources", "name", "policy", "recipe", "store"]
+SOURCES = ("__init__.py", "formatting.py", "registry/__init__.py", "registry/serving.py")
+"""Of Ebbflow's, those that tests change or import."""
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +28,23 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("output")
     start_run(Recipe(name="first", output=str(output)), None)
     return output
+
+
+@pytest.fixture(scope="module")
+def few_sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Stores a few of Ebbflow's sources with each version instead of the whole library, whose
+    hundreds of files are copied three times and hashed twice by a test. That a version has all of
+    them is tested in tests/registry/test_serving.py.
+    """
+    from ebbflow.registry import model_version
+
+    library = tmp_path_factory.mktemp("sources") / "ebbflow"
+    for source in SOURCES:
+        (library / source).parent.mkdir(exist_ok=True)
+        shutil.copyfile(model_version.LIBRARY / source, library / source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_version, "LIBRARY", library)
+        yield
 
 
 @pytest.fixture

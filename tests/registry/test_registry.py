@@ -52,6 +52,7 @@ from ebbflow.training.policy_metadata import (
 )
 from tasks.files import describe_flyte
 
+pytestmark = pytest.mark.usefixtures("few_sources")
 TARGET = Comparison(
     metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128
 )

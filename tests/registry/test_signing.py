@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import mlflow.pyfunc
 import pandas as pd
@@ -50,6 +51,8 @@ from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import connect_to_store
 from ebbflow.training.policy_metadata import write_base_policy
 from tests.mlflow_settings import restored_tracking_uri
+
+pytestmark = pytest.mark.usefixtures("few_sources")
 
 
 class Crowned(NamedTuple):
@@ -141,7 +144,8 @@ USES = {
 
 
 def load_with_mlflow(champion: Crowned) -> None:
-    with restored_tracking_uri():
+    # MLflow puts the sources of the version, which are not all, first on the path, and leaves them.
+    with restored_tracking_uri(), patch.object(sys, "path", [*sys.path]):
         mlflow.set_tracking_uri(champion.uri)
         mlflow.pyfunc.load_model(f"models:/{champion.name}@champion")
 

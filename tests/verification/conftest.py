@@ -35,7 +35,7 @@ def prompts(make_prompts: Callable[..., list[Prompt]]) -> list[Prompt]:
 
 @pytest.fixture
 def make_version(
-    gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_path: Path
+    gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_path: Path, few_sources: None
 ) -> Callable[..., Version]:
     """``make_version(gain=0.2, promoted=True)``: registered with evidence, and promoted where the
     gate lets it through.

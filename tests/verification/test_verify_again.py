@@ -87,7 +87,12 @@ def cheap_recipe(recipe: Recipe) -> Recipe:
 
 @pytest.fixture
 def trained(
-    cheap_recipe: Recipe, name: str, base_folder: Path, prompts: list[Prompt], tmp_path: Path
+    cheap_recipe: Recipe,
+    name: str,
+    base_folder: Path,
+    prompts: list[Prompt],
+    tmp_path: Path,
+    few_sources: None,
 ) -> Callable[..., Version]:
     """``trained(change)``: a policy that draws, registered with the samples of both sides after
     ``change`` was made to those of one.
