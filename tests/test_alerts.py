@@ -36,7 +36,7 @@ class Webhook:
 @pytest.fixture
 def webhook() -> Iterator[Webhook]:
     webhook = Webhook()
-    threading.Thread(target=webhook.server.serve_forever, daemon=True).start()
+    threading.Thread(target=webhook.server.serve_forever, args=(0.01,), daemon=True).start()
     yield webhook
     webhook.server.shutdown()
     webhook.server.server_close()

@@ -8,6 +8,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
+from functools import partialmethod
 from http.server import ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,9 @@ from tests.forked import CONTEXT
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a server of this process, which does nothing and has logged nothing."""
+    # The end of a server waits for its next look at whether it should end.
+    serve_forever = partialmethod(ThreadingHTTPServer.serve_forever, 0.01)
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", serve_forever)
     monkeypatch.setattr(watchdog, "_watchdog", Watchdog(stall_seconds=3600))
     monkeypatch.setattr(metrics_server, "_values", {})
     with socket.socket() as free:

@@ -95,7 +95,7 @@ def hub():
     """The server; ``hub.asked`` lists method, path and Authorization of every request."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked = []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()

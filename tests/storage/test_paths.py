@@ -240,7 +240,7 @@ class Liar(BaseHTTPRequestHandler):
 def test_a_server_of_artifacts_that_lists_what_lies_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Liar)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     into = tmp_path / "deep" / "er" / "champion"
     into.mkdir(parents=True)
     uri = f"http://127.0.0.1:{server.server_port}/api/2.0/mlflow-artifacts/artifacts/model"
