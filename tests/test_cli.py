@@ -32,7 +32,10 @@ def test_check_refuses_with_the_reason(tmp_path: Path) -> None:
     assert "did you mean 'rounds'?" in result.output
 
 
-def test_check_asks_the_store_that_a_recipe_names(tmp_path: Path) -> None:
+def test_check_asks_the_store_that_a_recipe_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch) -> Callable[..., dict[str, Outcome]]:
     claims = ("first", "second")
     works, crashes, hangs = (
         Part(name, "", minutes, claims, "read its log")
-        for name, minutes in (("works", 60), ("crashes", 60), ("hangs", 0.1))
+        for name, minutes in (("works", 60), ("crashes", 60), ("hangs", 0.05))
     )
 
     def run_all(
@@ -70,7 +70,7 @@ def test_a_part_that_crashes_or_hangs_ends_alone(run):
     assert [outcome.ending for outcome in outcomes.values()] == [
         "finished",
         "signal 6",
-        "after 6 s",
+        "after 3 s",
     ]
     for name in ("crashes", "hangs"):
         last = outcomes[name].all_lines[-1]

@@ -162,7 +162,8 @@ def test_a_base_model_folder_that_is_not_one(tmp_path: Path) -> None:
         start_run(recipe=recipe)
 
 
-def test_a_tracking_server_that_is_down(tmp_path: Path) -> None:
+def test_a_tracking_server_that_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{probe.getsockname()[1]}"

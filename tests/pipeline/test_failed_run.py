@@ -25,6 +25,7 @@ def test_a_failure_node_without_mlflow_does_not_fail_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Flyte shows the error of a failure node in place of the workflow's."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     execution = SimpleNamespace(project="p", domain="d", name="a6f3")
     context = SimpleNamespace(execution_id=execution)
     monkeypatch.setattr("tasks.end_failed_run.current_context", lambda: context)
