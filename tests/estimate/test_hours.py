@@ -168,7 +168,7 @@ def test_a_check_that_failed_is_made_again(tiny_recipe):
 
 
 @pytest.mark.parametrize("name", ["estimate", "check"])
-def test_a_command_needs_no_torch_the_second_time(tiny_recipe, tmp_path, name):
+def test_a_command_needs_no_torch_the_second_time(tiny_recipe, tmp_path, monkeypatch, name):
     recipe = RECIPES / "glyph.yaml"
     if name == "check":
         settings = tiny_recipe("wan").model_dump(mode="json", exclude_unset=True)
@@ -179,15 +179,17 @@ def test_a_command_needs_no_torch_the_second_time(tiny_recipe, tmp_path, name):
         rewards = {"prompts": prompts, "rewards": ["jpeg_compressibility"], "guardrails": []}
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(yaml.safe_dump(settings | rewards | {"output": str(tmp_path)}))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a command adds folders
+    assert not cache_folder().exists()
+    first = CliRunner().invoke(main, [name, str(recipe)])
+    assert first.exit_code == 0, first.output
+    assert list(cache_folder().iterdir()), "it was measured, for which torch is needed"
     command = [sys.executable, "-c", NO_TORCH, name, str(recipe)]
-    first, second = (
-        subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)
-    )
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    *before, loaded = first.stdout.splitlines()
-    *after, loaded_again = second.stdout.splitlines()
-    assert before == after
-    assert (loaded, loaded_again) == ("True", "False")
+    second = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert second.returncode == 0, second.stderr
+    *lines, loaded = second.stdout.splitlines()
+    assert lines == first.stdout.splitlines()
+    assert loaded == "False"
 
 
 NO_TORCH = """
