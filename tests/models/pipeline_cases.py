@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -175,6 +176,7 @@ def pad_to_few_tokens(pipeline: DiffusionPipeline) -> None:
     pipeline.vision_num_semantic_tokens = 1
 
 
+@cache
 def picture(width: int, height: int, seed: int = 0) -> bytes:
     """A PNG of smooth colours."""
     small = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)

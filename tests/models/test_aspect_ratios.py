@@ -91,11 +91,9 @@ def shorten_text(pipeline, patch):
     patch.setattr(pipeline, "encode_prompt", look_up)
 
 
-def encode_text_once(pipeline, patch):
-    """Have the text encoder of a modular pipeline, whose blocks all see the same prompt, run in the
-    first call alone.
-    """
-    encode = pipeline.text_encoder.forward
+def encode_text_once(owner, function, patch):
+    """Have a function of the text, which is the same at all ratios, run in the first call alone."""
+    encode = getattr(owner, function)
     encoded = []
 
     def look_up(*args, **kwargs):
@@ -103,7 +101,7 @@ def encode_text_once(pipeline, patch):
             encoded.append(encode(*args, **kwargs))
         return encoded[0]
 
-    patch.setattr(pipeline.text_encoder, "forward", look_up)
+    patch.setattr(owner, function, look_up)
 
 
 def decode_nothing(*_, **__):
@@ -139,12 +137,16 @@ def test_every_aspect_ratio_is_the_pipelines(tiny, peer, monkeypatch, name):
     pipeline = peer(name)
     config = {"guidance": 1.0}
     if name in MODULAR:
-        encode_text_once(pipeline, monkeypatch)
+        # Its blocks all see the same prompt.
+        encode_text_once(pipeline.text_encoder, "forward", monkeypatch)
     else:
         shorten_text(pipeline, monkeypatch)
         config |= few_tokens(name)
         # Pipelines search all their modules for offloaded ones each time that they ask for it.
         monkeypatch.setattr(type(pipeline), "_execution_device", torch.device("cpu"))
+    if edits(name) and hasattr(tiny(name), "_encode_texts"):
+        # Each image is encoded; in these families the text without it.
+        encode_text_once(type(tiny(name)), "_encode_texts", monkeypatch)
     step = 32 if name in COARSE else 16
     conditioning = None
     passed = 0
