@@ -109,7 +109,7 @@ class SleepingWorker:
 class Queue(RolloutQueue):
     """The stage's own, for requests without content."""
 
-    def build_requests(self, step: int, chosen: object = None) -> Any:
+    async def build_requests(self, step: int, chosen: object = None) -> Any:
         return [SimpleNamespace(step=step)] * self.num_requests
 
     async def generate_and_score(
@@ -138,7 +138,7 @@ def looped(
             rollout=RolloutPool(sleepers(rollout), None),
             reward=RewardPool(sleepers(reward), None, ctx.online_config.scoring),
         )
-        queue = Queue(ctx, workers, [], None)
+        queue = Queue(ctx, workers, [], None, None)
         ends = []
         queue.num_requests = requests
         for step in range(

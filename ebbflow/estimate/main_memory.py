@@ -19,6 +19,7 @@ moves are ``Memory.offloaded``; they are pinned where they are, not copied into 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 from ebbflow.data.model_sizes import BYTES
@@ -72,8 +73,10 @@ def encodes_between_steps(ctx: StageContext) -> bool:
     if isinstance(config, OnlineStageConfig):
         if config.validation and config.validation.prompts > PROMPTS_PER_WINDOW:
             return True
-        if config.prompts_depend_on_rewards:
+        if config.prompts_depend_on_rewards and _count_choices(ctx) <= PROMPTS_PER_WINDOW:
             return False
+        if config.curriculum:
+            return True  # of the prompts that it chooses too late for a window
     return _count_prompts(ctx) > PROMPTS_PER_WINDOW
 
 
@@ -98,14 +101,35 @@ def _count_training_prompts(ctx: StageContext) -> int:
     """
     config = ctx.config
     count = _count_prompts(ctx)
-    if isinstance(config, OnlineStageConfig):
-        # One window: it has to hold whatever the rewards choose.
-        if config.prompts_depend_on_rewards:
-            return count
-        at_once = config.prompts_per_step
-    else:
+    if not isinstance(config, OnlineStageConfig):
         at_once = math.ceil(count / ctx.offline_config.shards)
-    return min(count, 2 * max(PROMPTS_PER_WINDOW, at_once))
+        return min(count, 2 * max(PROMPTS_PER_WINDOW, at_once))
+    at_once = config.prompts_per_step * config.candidates_per_prompt
+    late = 0
+    if config.prompts_depend_on_rewards:
+        choices = _count_choices(ctx)
+        # One window has all of them, whatever the rewards choose.
+        if choices <= PROMPTS_PER_WINDOW:
+            return choices
+        # The first pass of a filter encodes everything. Otherwise the files may have as few
+        # prompts as one window.
+        if not config.prompt_filter:
+            choices = min(choices, max(count, PROMPTS_PER_WINDOW))
+        count = choices
+        # Two groups that are too late for their window: one, and the one in front of it.
+        late = 2 * config.prompts_per_step if config.curriculum else 0
+    return min(count, 2 * max(PROMPTS_PER_WINDOW, at_once)) + late
+
+
+def _count_choices(ctx: StageContext) -> int:
+    """Return from how many training prompts an online stage chooses, at most."""
+    prompts = ctx.branch_recipe.prompts
+    # How many prompts a file has, nobody knows before it is read.
+    count = sys.maxsize if prompts.source_files else prompts.count
+    prompt_filter = ctx.online_config.prompt_filter
+    if prompt_filter and prompt_filter.prompts:
+        return min(count, prompt_filter.prompts)
+    return count
 
 
 def count_evaluated_prompts(recipe: Recipe) -> int:
@@ -115,10 +139,10 @@ def count_evaluated_prompts(recipe: Recipe) -> int:
 
 
 def _count_prompts(ctx: StageContext) -> int:
-    """Return how many prompts a stage takes in a round, at most."""
+    """Return how many prompts a stage encodes ahead in a round, at most."""
     config = ctx.config
     if isinstance(config, OnlineStageConfig):
-        return config.steps * config.prompts_per_step
+        return config.steps * config.prompts_per_step * config.candidates_per_prompt
     return ctx.offline_config.prompts
 
 

@@ -101,8 +101,8 @@ def _describe_memory(estimate: Estimate) -> list[str]:
         f" VAE, and {estimate.prompt / 2**20:.2f} MiB for each different prompt.",
         f"  On the disk of its machine: {estimate.embeddings / GIB:.3g} GiB, the encoded prompts of"
         " a stage or an evaluation, if all of them differ, and of at most"
-        f" {2 * PROMPTS_PER_WINDOW:,} at a time;"
-        " refill_rounds, a curriculum and a prompt_filter encode all training prompts at once.",
+        f" {2 * PROMPTS_PER_WINDOW:,} at a time, besides those of a step that a curriculum chooses"
+        " late.",
     ]
     encoding = estimate.memory["text encoding"]
     # As ``ebbflow.models.residency`` does: the encoders take the place of the weights.

@@ -57,14 +57,22 @@ class Embeddings:
             return self.tables[0].select_rows(rows)
         return _select_rows(self.tables, rows)
 
+    def with_gradient(self, negative_gradient: bool) -> Embeddings:
+        """The same rows, whose conditioning has this ``negative_gradient``."""
+        tables = [replace(table, negative_gradient=negative_gradient) for table in self.tables]
+        return replace(self, tables=tables)
+
 
 class PromptWindows:
     """The encoded prompts of the steps that a stage is at, a window of steps at a time.
 
     Prompts are padded to the longest of their window. A step is in the same window in every
-    attempt, so that a stage that resumes pads as one that was never killed.
+    attempt, so that a stage that resumes pads as one that was never killed. Prompts that were
+    chosen too late for a window are encoded by themselves, when they are asked for, and padded to
+    the longest of those that were asked for with them.
 
     Args:
+        windows: of all steps, or none before a stage knows their prompts.
         negative_gradient: of the conditioning that it gives, as ``Conditioning``.
 
     Example:
@@ -80,15 +88,21 @@ class PromptWindows:
         self.windows = windows
         self.negative_gradient = negative_gradient
         self._embeddings: dict[range, Embeddings] = {}
+        self._late_embeddings: Embeddings | None = None
 
     def list_missing(self, steps: range) -> list[PromptWindow]:
-        """List the windows of some steps that are not yet encoded, and forget all other windows."""
+        """List the windows of some steps that are not yet encoded, and forget all other windows
+        and all late prompts.
+        """
         needed = [
             window
             for window in self.windows
             if window.steps.start < steps.stop and steps.start < window.steps.stop
         ]
-        # Forgotten before the next ones are encoded: what no request holds leaves the disk.
+        # Forgotten before the next ones are encoded: what no request holds leaves the disk. Late
+        # prompts are forgotten at the same points in every attempt, so that what is found here,
+        # and so its padding, does not depend on where a stage was killed.
+        self._late_embeddings = None
         self._embeddings = {
             window.steps: self._embeddings[window.steps]
             for window in needed
@@ -98,18 +112,31 @@ class PromptWindows:
 
     def add(self, window: PromptWindow, embeddings: Embeddings) -> None:
         """Keep the encoded prompts of a window until ``list_missing`` forgets it."""
-        self._embeddings[window.steps] = embeddings
+        self._embeddings[window.steps] = embeddings.with_gradient(self.negative_gradient)
+
+    def add_late(self, embeddings: Embeddings) -> None:
+        """Keep encoded prompts that the window of their step has not, in place of earlier ones,
+        until ``list_missing`` forgets them.
+        """
+        self._late_embeddings = embeddings.with_gradient(self.negative_gradient)
+
+    def find_embeddings(self, step: int, prompts: Sequence[Prompt]) -> Embeddings | None:
+        """Find what has all of these prompts of a step encoded: the window of the step or late
+        prompts; None where neither has.
+        """
+        keys = {_prompt_key(prompt) for prompt in prompts}
+        candidates = [embeddings for steps, embeddings in self._embeddings.items() if step in steps]
+        if self._late_embeddings:
+            candidates.append(self._late_embeddings)
+        return next((one for one in candidates if keys <= one.row.keys()), None)
 
     def __call__(self, step: int, prompts: Sequence[Prompt]) -> Conditioning:
         """The conditioning of some prompts of a step, a row each, padded to the longest of the
         window.
         """
-        # Windows do not overlap. A step whose window is not encoded is a fault of the stage, which
-        # the unpacking reports.
-        (embeddings,) = [
-            embeddings for steps, embeddings in self._embeddings.items() if step in steps
-        ]
-        return replace(embeddings(prompts), negative_gradient=self.negative_gradient)
+        embeddings = self.find_embeddings(step, prompts)
+        assert embeddings is not None, f"prompts of step {step} are not encoded"
+        return embeddings(prompts)
 
 
 def embed_prompts(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Embeddings:

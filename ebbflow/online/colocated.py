@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
@@ -30,8 +30,7 @@ import numpy as np
 
 from ebbflow.algorithms.advantages import AdvantageResult
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import Conditioning
-from ebbflow.models.encoding import Embeddings
+from ebbflow.models.encoding import Embeddings, PromptWindows
 from ebbflow.online.messages import (
     Handle,
     RolloutBatch,
@@ -135,10 +134,11 @@ class ColocatedQueue(RolloutQueue):
         ctx: StageContext,
         workers: ColocatedWorkers,
         sampler: PromptSampler,
-        embeddings: Callable[[int, Sequence[Prompt]], Conditioning],
+        embeddings: PromptWindows,
+        encode: Callable[[Sequence[Prompt]], Awaitable[Embeddings]],
         first_step: int = 0,
     ) -> None:
-        super().__init__(ctx, workers, sampler, embeddings, first_step)
+        super().__init__(ctx, workers, sampler, embeddings, encode, first_step)
         self.ranks = workers.ranks
         self.row_ranks = self.ranks.row_ranks(workers.context_parallel)
         self.num_processes = self.ranks.world
@@ -154,9 +154,13 @@ class ColocatedQueue(RolloutQueue):
     def max_requests_at_once(self) -> int:
         return super().max_requests_at_once * self.row_ranks.world
 
-    async def start_rollouts(self) -> None:
+    async def _start_steps(
+        self, requests_of_steps: Sequence[tuple[int, list[RolloutRequest]]]
+    ) -> None:
+        # Not around ``start_rollouts``, which may encode prompts: gathered weights and the text
+        # encoders need not fit together.
         with self.workers.keep_gathered():
-            await super().start_rollouts()
+            await super()._start_steps(requests_of_steps)
             self._go_through_idle_requests()
 
     async def generate_and_score(
@@ -192,7 +196,7 @@ class ColocatedQueue(RolloutQueue):
         return await super().next_batch(version)
 
     async def add_prompts(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> None:
-        requests = self.build_requests(batch.step, prompts=prompts)
+        requests = await self.build_requests(batch.step, prompts=prompts)
         parts = await self.generate_and_score_all(requests, self.weights)
         batch.requests += requests
         batch.tasks += [_build_done_task(part) for part in parts]
@@ -216,7 +220,7 @@ class ColocatedQueue(RolloutQueue):
             ]
             self._note_idle_requests(requests)
             # One turn of the event loop, in which the worker of this process generates them all
-            # (``RolloutQueue.start_rollouts``).
+            # (``RolloutQueue._start_steps``).
             await asyncio.sleep(0)
             self._go_through_idle_requests()
         own = await self._wait_for_scores(tasks, requests[0].step)
@@ -363,13 +367,14 @@ def open_queue(
     ctx: StageContext,
     workers: StageWorkers,
     sampler: PromptSampler,
-    embeddings: Callable[[int, Sequence[Prompt]], Conditioning],
+    embeddings: PromptWindows,
+    encode: Callable[[Sequence[Prompt]], Awaitable[Embeddings]],
     first_step: int = 0,
 ) -> RolloutQueue:
     """Open the queue of the rollouts that these workers generate."""
     if isinstance(workers, ColocatedWorkers):
-        return ColocatedQueue(ctx, workers, sampler, embeddings, first_step)
-    return RolloutQueue(ctx, workers, sampler, embeddings, first_step)
+        return ColocatedQueue(ctx, workers, sampler, embeddings, encode, first_step)
+    return RolloutQueue(ctx, workers, sampler, embeddings, encode, first_step)
 
 
 def _build_done_task(part: RolloutPart) -> asyncio.Future[RolloutPart]:

@@ -71,8 +71,8 @@ def list_steps_in_flight(folder: Path) -> list[int]:
     return [saved["step"] for saved in header["steps"]]
 
 
-def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
-    """Put the steps of a checkpoint in flight again, done; their prompts are encoded.
+async def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
+    """Put the steps of a checkpoint in flight again, done; their windows are encoded.
 
     Raises:
         CheckpointError: an earlier version of Ebbflow stored them, in another layout.
@@ -95,7 +95,7 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
         # The prompts are saved: a curriculum that has learnt since would choose others.
         prompts = queue.sampler.find_prompts(saved["prompts"])
         # Requests are not stored: seed, step and prompts determine them, noise keys included.
-        requests = queue.build_requests(step, prompts=prompts)
+        requests = await queue.build_requests(step, prompts=prompts)
         for index, request in enumerate(requests):
             columns = _select_prefix(f"{step}/{index}/", tensors)
             part = _unpack_part(queue, request, columns, saved["parts"][index])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ebbflow.algorithms.advantages import AdvantageResult, compute_reward_moments
+from ebbflow.data.prompt_windows import build_prompt_windows
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.extras import require
@@ -205,7 +206,7 @@ class OnlineLoop:
         self.recorder = recorder
         self.state = state or StageState()
         self.checkpoints = checkpoints
-        self.sampler = PromptSampler(ctx, prompts, self.state)
+        self.prompts = prompts
 
     async def run(self) -> StageRecord:
         """Train for the stage's number of steps.
@@ -244,7 +245,8 @@ class OnlineLoop:
         loop = self.loop
         for step in loop.iterate_steps():
             # Between two steps, when neither the rollouts nor the training use the device.
-            await self._encode_windows(step, step)
+            for window in self.embeddings.list_missing(range(step, step + self.steps_ahead + 1)):
+                self.embeddings.add(window, await self._encode_prompts(window.prompts))
             start = time.time()
             queue.weights = await self.workers.publish_weights(step)
             pushed = {"push/bytes": queue.weights.size, "push/seconds": time.time() - start}
@@ -298,22 +300,25 @@ class OnlineLoop:
         if newest:
             folder, saved = newest
             await self.workers.load_checkpoint(folder)
-            # In place: the sampler and the caller hold the same state.
+            # In place: the caller holds the same state.
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
-            self.sampler.update_prompt_sets()
             logger.info("resuming after step %d of %d", self.state.step, self.config.steps)
         # What the timeline does not know: earlier attempts, and all encoding.
         self.seconds_before = self.state.seconds
+        # Only now: the sampler divides the prompts that the checkpoint has kept.
+        self.sampler = PromptSampler(ctx, self.prompts, self.state)
         self.embeddings = PromptWindows(self.sampler.list_windows(), self.config.negative_gradient)
-        steps_in_flight = list_steps_in_flight(newest[0]) if newest else []
-        await self._encode_windows(min([*steps_in_flight, self.state.step]), self.state.step)
-        self.queue = open_queue(ctx, self.workers, self.sampler, self.embeddings, self.state.step)
-        self.monitor = StageMonitor(
-            ctx, self.queue, self.recorder, self.validation, self._encode_prompts
-        )
+        step = self.state.step
+        # A checkpoint's rollouts in flight may be of steps in front of its own.
+        first = min([step, *(list_steps_in_flight(newest[0]) if newest else [])])
+        for window in self.embeddings.list_missing(range(first, step + self.steps_ahead + 1)):
+            self.embeddings.add(window, await self._encode_prompts(window.prompts))
+        encode = self._encode_prompts
+        self.queue = open_queue(ctx, self.workers, self.sampler, self.embeddings, encode, step)
+        self.monitor = StageMonitor(ctx, self.queue, self.recorder, self.validation)
         # After the queue exists: the checkpoint's rollouts go into it, already generated.
         if newest:
-            load_in_flight(newest[0], self.queue)
+            await load_in_flight(newest[0], self.queue)
         # Only now: the loop begins at the step that the checkpoint has put into the state.
         self.loop = StageLoop(
             ctx,
@@ -325,13 +330,6 @@ class OnlineLoop:
             self.steps_ahead,
             quiet=not self.queue.writes_files,
         )
-
-    async def _encode_windows(self, first: int, step: int) -> None:
-        """Encode the prompts of the steps from ``first`` on that may be in flight while ``step``
-        trains, as far as they are not encoded.
-        """
-        for window in self.embeddings.list_missing(range(first, step + self.steps_ahead + 1)):
-            self.embeddings.add(window, await self._encode_prompts(window.prompts))
 
     async def _encode_prompts(self, prompts: Sequence[Prompt]) -> Embeddings:
         start = time.perf_counter()
@@ -352,24 +350,28 @@ class OnlineLoop:
         self.queue.weights = await self.workers.publish_weights(0)
         await check_parity(self.ctx, self.queue, 0, 0)
         # Made as those of step 0.
-        prompts = self.sampler.prompts
-        requests = self.queue.build_requests(0, prompts=prompts, filter_samples=samples)
+        prompt_ids: list[int] = []
         tables: list[ScoreTable] = []
         at_once = self.queue.max_requests_at_once
-        for start in range(0, len(requests), at_once):
-            parts = await self.queue.generate_and_score_all(
-                requests[start : start + at_once], self.queue.weights
+        for window in build_prompt_windows([[prompt] for prompt in self.sampler.prompts]):
+            requests = await self.queue.build_requests(
+                0, prompts=window.prompts, filter_samples=samples
             )
-            tables += [part.scores for part in parts]
-            # Their images are not needed, and would be in memory with those of the next part.
-            del parts
+            # One id for each sample, [N], in the order of the requests and so of the scores.
+            prompt_ids += [prompt.prompt_id for request in requests for prompt in request.prompts]
+            for start in range(0, len(requests), at_once):
+                parts = await self.queue.generate_and_score_all(
+                    requests[start : start + at_once], self.queue.weights
+                )
+                tables += [part.scores for part in parts]
+                # Their images are not needed, and would be in memory with those of the next part.
+                del parts
         scores = ScoreTable.concatenate(tables)
         require_scored_share(scores, self.ctx.recipe.max_failed_share)
-        # One id for each sample, [N], in the order of the requests and so of the scores.
-        prompt_ids = np.array(
-            [prompt.prompt_id for request in requests for prompt in request.prompts]
-        )
-        self.sampler.filter_prompts(*compute_reward_moments(scores.reward, prompt_ids))
+        moments = compute_reward_moments(scores.reward, np.array(prompt_ids))
+        self.sampler.filter_prompts(*moments)
+        # Of what is left: the prompts of the steps were not known before.
+        self.embeddings.windows = self.sampler.list_windows()
         num_remaining = len(self.sampler.remaining_prompts)
         logger.info(
             "%s: prompt_filter keeps %d of %d prompts",

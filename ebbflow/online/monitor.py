@@ -8,7 +8,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ebbflow.data.prompt_windows import build_prompt_windows
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import SamplingError
 from ebbflow.evaluation.evaluate import average_metrics, build_evaluation_keys
-from ebbflow.models.encoding import Embeddings, Encode, PromptWindows
+from ebbflow.models.encoding import Encode, PromptWindows
 from ebbflow.online.messages import RolloutBatch, RolloutPart, RolloutRequest
 from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
 from ebbflow.online.timeline import Timeline
@@ -36,7 +36,6 @@ class StageMonitor:
 
     Args:
         prompts: the validation prompts.
-        encode: encodes prompts together, on all training ranks; needed where there are any.
 
     Attributes:
         embeddings: the validation prompts in windows of micro-batches.
@@ -50,14 +49,12 @@ class StageMonitor:
         queue: RolloutQueue,
         metrics_logger: MetricsRecorder,
         prompts: Sequence[Prompt] = (),
-        encode: Callable[[Sequence[Prompt]], Awaitable[Embeddings]] | None = None,
     ) -> None:
         self.ctx = ctx
         self.queue = queue
         self.workers = queue.workers
         self.metrics_logger = metrics_logger
         self.prompts = prompts
-        self.encode = encode
         # Encoded apart from those of training: prompts are padded to the longest of their window,
         # and validation must not change training.
         batches = split_validation(prompts, ctx.config.micro_batch)
@@ -151,8 +148,7 @@ class StageMonitor:
         for window in self.embeddings.windows:
             # One window is encoded once for all validations; several are encoded in each of them.
             for missing in self.embeddings.list_missing(window.steps):
-                assert self.encode is not None
-                self.embeddings.add(missing, await self.encode(missing.prompts))
+                self.embeddings.add(missing, await self.queue.encode(missing.prompts))
             encode = partial(self.embeddings, window.steps.start)
             requests = build_validation_requests(self.ctx, window.prompts, encode, version)
             parts += await self.queue.generate_and_score_all(requests, weights, with_guards=True)

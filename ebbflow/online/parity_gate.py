@@ -35,18 +35,20 @@ async def check_parity(
     transfers = step - first_step
     if transfers > CHECKED_TRANSFERS and transfers % ctx.online_config.parity.every:
         return {}
-    request = _build_parity_request(ctx, queue, step)
+    request = await _build_parity_request(ctx, queue, step)
     rollouts, _, _ = await queue.generate_request(request, queue.weights)
     return await queue.workers.training.measure_parity(request, rollouts)
 
 
-def _build_parity_request(ctx: StageContext, queue: RolloutQueue, step: int) -> RolloutRequest:
+async def _build_parity_request(
+    ctx: StageContext, queue: RolloutQueue, step: int
+) -> RolloutRequest:
     """Some samples of a step, of as many prompts as possible, recorded as the gate wants them; not
     profiled, as a profile is of the step's own rollouts.
     """
     sampler, plan = plan_parity_samples(ctx.config.sampler)
     # The noise keys are those of the step itself, so the gate looks at samples that count.
-    requests = queue.build_requests(step, plan)
+    requests = await queue.build_requests(step, plan)
     keys = SampleKeys.join_keys([request.keys for request in requests])
     prompts = [prompt for request in requests for prompt in request.prompts]
     # The first sample of every prompt before the second of any: what the network computes of a

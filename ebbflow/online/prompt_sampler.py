@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ebbflow.algorithms.advantages import Moments
+from ebbflow.data import prompt_windows
 from ebbflow.data.prompt_windows import PromptWindow, build_prompt_windows
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sampling import sample_prompts, shuffle_prompts
@@ -23,7 +24,8 @@ class PromptSampler:
 
     Args:
         prompts: the training split.
-        state: of the stage; a filter and a curriculum keep what they know there.
+        state: where the stage starts or resumes; a filter and a curriculum keep what they know
+            there, and nobody else changes what they have there.
 
     Attributes:
         prompt_sets: (prompts, how many of them are in a step) of every set of ``prompts.mixture``;
@@ -40,7 +42,7 @@ class PromptSampler:
         self.state = state or StageState()
         self.prompts = _choose_candidates(ctx, prompts)
         self._by_id = {prompt.prompt_id: prompt for prompt in self.prompts}
-        self.update_prompt_sets()
+        self.prompt_sets = self._split_prompt_sets()
 
     @property
     def remaining_prompts(self) -> list[Prompt]:
@@ -92,12 +94,40 @@ class PromptSampler:
             replacements += unused[: max(missing, 0)]
         return replacements
 
+    def list_candidates(self, step: int) -> list[Prompt]:
+        """List the prompts that a step may take, its refills included.
+
+        Without a curriculum it takes no others. With one it seldom does.
+        """
+        # Not by the rewards of now: a stage that resumes in the middle of a window has others than
+        # those with which the window began, and has to encode the same prompts.
+        if self.config.curriculum:
+            return [
+                prompt
+                for part, count in self.prompt_sets
+                for prompt in shuffle_prompts(part, step, self.ctx.stage_seed, np.ones(len(part)))[
+                    : self.config.candidates_per_prompt * count
+                ]
+            ]
+        candidates = self.sample_batch(step)
+        # No group of any round varies.
+        for _ in range(self.config.refill_rounds):
+            candidates += self.sample_replacements(step, candidates, ())
+        return candidates
+
     def list_windows(self) -> list[PromptWindow]:
-        """List the runs of steps whose prompts are encoded together."""
-        # Any prompt may come in any step.
+        """List the runs of steps whose prompts are encoded together; none before a
+        ``prompt_filter`` has chosen from more prompts than a window has.
+        """
         if self.config.prompts_depend_on_rewards:
-            return [PromptWindow(range(self.config.steps), self.prompts)]
-        return build_prompt_windows([self.sample_batch(step) for step in range(self.config.steps)])
+            # One window for all steps: no choice is too late for it.
+            if len(self.prompts) <= prompt_windows.PROMPTS_PER_WINDOW:
+                return [PromptWindow(range(self.config.steps), self.prompts)]
+            if self.config.prompt_filter and self.state.kept_prompts is None:
+                return []
+        return build_prompt_windows(
+            [self.list_candidates(step) for step in range(self.config.steps)]
+        )
 
     def find_prompts(self, ids: Sequence[int]) -> list[Prompt]:
         """Prompts by their ids, in this order."""
@@ -122,7 +152,7 @@ class PromptSampler:
             & (moments.std >= config.min_std)
         )
         self.state.kept_prompts = prompt_ids[fits].tolist()
-        self.update_prompt_sets()
+        self.prompt_sets = self._split_prompt_sets()
         too_small = [(len(part), count) for part, count in self.prompt_sets if len(part) < count]
         if too_small:
             left, wanted = too_small[0]
@@ -151,17 +181,15 @@ class PromptSampler:
             ]
             self.state.prompt_rewards[prompt] = (running[0], running[1])
 
-    def update_prompt_sets(self) -> None:
-        """Take over the prompts that the state keeps, once a filter or a checkpoint has changed
-        them: a step does not look at every prompt again.
-        """
+    def _split_prompt_sets(self) -> list[tuple[list[Prompt], int]]:
+        # Once for all steps: a step does not look at every prompt again.
         left = self.remaining_prompts
-        self.prompt_sets = [(left, self.config.prompts_per_step)]
-        if self.counts:
-            self.prompt_sets = [
-                ([prompt for prompt in left if prompt.source == name], count)
-                for name, count in self.counts.items()
-            ]
+        if not self.counts:
+            return [(left, self.config.prompts_per_step)]
+        return [
+            ([prompt for prompt in left if prompt.source == name], count)
+            for name, count in self.counts.items()
+        ]
 
     def _order_prompts(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
         curriculum = self.config.curriculum

@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -39,7 +39,8 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.image_statistics import create_missing_statistics
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan, plan_window
-from ebbflow.models.base import Conditioning, Size
+from ebbflow.models.base import Size
+from ebbflow.models.encoding import Embeddings, PromptWindows
 from ebbflow.online.messages import (
     Handle,
     RolloutBatch,
@@ -70,7 +71,9 @@ class RolloutQueue:
 
     Args:
         sampler: the prompts of each step.
-        embeddings: the conditioning of some prompts of a step (``PromptWindows``).
+        embeddings: the encoded prompts of the steps that may be in flight.
+        encode: encodes prompts together, on all training ranks. The loop's own coroutine asks for
+            it, while nothing trains.
         first_step: the step that the stage starts or resumes with.
 
     Attributes:
@@ -89,13 +92,15 @@ class RolloutQueue:
         ctx: StageContext,
         workers: StageWorkers,
         sampler: PromptSampler,
-        embeddings: Callable[[int, Sequence[Prompt]], Conditioning],
+        embeddings: PromptWindows,
+        encode: Callable[[Sequence[Prompt]], Awaitable[Embeddings]],
         first_step: int = 0,
     ) -> None:
         self.ctx = ctx
         self.workers = workers
         self.sampler = sampler
         self.embeddings = embeddings
+        self.encode = encode
         # Guardrails are scored in validations alone.
         self.with_sound = reads_any(ctx.branch_recipe.rewards, "sounds")
         self.max_steps_ahead = count_steps_ahead(ctx.online_config)
@@ -123,10 +128,19 @@ class RolloutQueue:
         Workers of other processes only get their requests here. The worker of this process has
         generated all samples when this returns; only their scoring is still under way.
         """
+        requests_of_steps = []
         # ``<=``: the step that trains next is in flight, too, besides those ahead of it.
-        while self.pending and len(self.in_flight) <= self.max_steps_ahead:
+        while self.pending and len(self.in_flight) + len(requests_of_steps) <= self.max_steps_ahead:
             step = self.pending.popleft()
-            self.in_flight.append(self._start_requests(step, self.build_requests(step)))
+            requests_of_steps.append((step, await self.build_requests(step)))
+        await self._start_steps(requests_of_steps)
+
+    async def _start_steps(
+        self, requests_of_steps: Sequence[tuple[int, list[RolloutRequest]]]
+    ) -> None:
+        """Start the rollouts of some steps, whose prompts are all encoded."""
+        for step, requests in requests_of_steps:
+            self.in_flight.append(self._start_requests(step, requests))
         # Run every new task up to its first wait: one turn of the event loop runs each task that is
         # ready, in the order of the requests. A ``LocalWorker`` shares the trainer's weights and
         # never waits while it generates, so it generates here. It must: once training has moved
@@ -177,7 +191,7 @@ class RolloutQueue:
         """Add the groups of further prompts to a batch, generated with the newest weights and
         waited for.
         """
-        requests = self.build_requests(batch.step, prompts=prompts)
+        requests = await self.build_requests(batch.step, prompts=prompts)
         further = self._start_requests(batch.step, requests)
         # In flight, so that ``aclose`` gives them up with the others if one of them fails.
         self.in_flight.append(further)
@@ -218,7 +232,7 @@ class RolloutQueue:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def build_requests(
+    async def build_requests(
         self,
         step: int,
         chosen: Plan | None = None,
@@ -226,7 +240,7 @@ class RolloutQueue:
         filter_samples: int | None = None,
     ) -> list[RolloutRequest]:
         """The rollouts of a step as requests of whole groups, about a micro-batch each, whoever
-        generates them.
+        generates them. Prompts that nobody has encoded ahead are encoded first.
 
         Args:
             chosen: which denoising steps are trained; left out, the window of the step.
@@ -238,6 +252,11 @@ class RolloutQueue:
         config = ctx.online_config
         if prompts is None:
             prompts = self.sampler.sample_batch(step)
+        embeddings = self.embeddings.find_embeddings(step, prompts)
+        if embeddings is None:
+            logger.debug("%d prompts of step %d are encoded late", len(prompts), step)
+            embeddings = await self.encode(prompts)
+            self.embeddings.add_late(embeddings)
         group_size = filter_samples or config.group_size
         # The number of a sample decides its noise. Numbers go on from step to step, so a prompt
         # that comes again gets other noise, and those of the filter come after those of all steps.
@@ -260,7 +279,7 @@ class RolloutQueue:
                 step,
                 [prompt for prompt in part for _ in range(group_size)],
                 # One row per prompt; ``sample_index`` repeats it where it is used.
-                conditioning=self.embeddings(step, part),
+                conditioning=embeddings(part),
                 sample_index=np.repeat(np.arange(len(part)), group_size),
                 keys=SampleKeys.number_groups(
                     ctx.stage_seed, ids, group_size, first_sample, sharing

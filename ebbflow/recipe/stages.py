@@ -249,6 +249,15 @@ class OnlineStageConfig(MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepK
         return bool(self.refill_rounds or self.curriculum or self.prompt_filter)
 
     @property
+    def candidates_per_prompt(self) -> int:
+        """Prompts that are encoded ahead for each prompt of a step."""
+        # A curriculum divides the random number of each prompt by its weight w <= 1 and takes the
+        # smallest quotients. So its first n prompts are among about the first n / mean(w) of the
+        # order without weights. mean(w) is above 1/2 until half of a large set has come up; later,
+        # more prompts are encoded when a step asks for them.
+        return (2 if self.curriculum else 1) * (1 + self.refill_rounds)
+
+    @property
     def pass_size(self) -> int:
         """Samples of a forward pass of rollouts and updates, at most: ``micro_batch``, or the
         nearest number below it that makes all of them equal.

@@ -250,11 +250,11 @@ def test_all_prompts_of_the_largest_stage_lie_encoded_on_the_disk(make_recipe):
 
 @pytest.mark.parametrize("kind", ["online", "offline"])
 def test_of_many_prompts_two_windows_lie_encoded_on_the_disk(make_recipe, kind):
-    def estimate(prompts, **keys):
+    def estimate(prompts, count=2048, **keys):
         few = {"steps": 1, "prompts_per_step": 2}
         many = {"steps": prompts // 2, "prompts_per_step": 2} | keys
         if kind == "online":
-            return estimate_recipe(make_recipe(many, {"prompts": 2}))
+            return estimate_recipe(make_recipe(many, {"prompts": 2}, prompts={"count": count}))
         return estimate_recipe(make_recipe(few, {"prompts": prompts, "shards": 4} | keys))
 
     def encoding_of(estimate):
@@ -272,9 +272,20 @@ def test_of_many_prompts_two_windows_lie_encoded_on_the_disk(make_recipe, kind):
     # Between two steps the state of the optimiser is there, too.
     assert encoding_of(in_windows) > encoding_of(at_once)
     if kind == "online":
-        chosen = estimate(4 * PROMPTS_PER_WINDOW, curriculum={})
-        assert chosen.embeddings == 4 * PROMPTS_PER_WINDOW * chosen.prompt
+        # One window has all prompts that rewards may choose, however long the stage is.
+        chosen = estimate(4 * PROMPTS_PER_WINDOW, 3000, curriculum={})
+        assert chosen.embeddings == 3000 * chosen.prompt
         assert encoding_of(chosen) == encoding_of(at_once)
+        # Two windows, and two groups that were chosen too late for them.
+        chosen = estimate(4 * PROMPTS_PER_WINDOW, 90000, curriculum={})
+        assert chosen.embeddings == (2 * PROMPTS_PER_WINDOW + 4) * chosen.prompt
+        assert encoding_of(chosen) == encoding_of(in_windows)
+        # Two prompts a step and those of a refill round; the first pass of a filter takes all.
+        refilled = estimate(PROMPTS_PER_WINDOW, 90000, refill_rounds=1)
+        assert refilled.embeddings == 2 * PROMPTS_PER_WINDOW * refilled.prompt
+        tried = {"prompts": 6000, "max_reward": 1}
+        filtered = estimate(2, 90000, prompt_filter=tried)
+        assert filtered.embeddings == 6000 * filtered.prompt
 
 
 def test_a_validation_has_a_window_of_its_prompts_beside_those_of_the_steps(make_recipe):

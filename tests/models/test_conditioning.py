@@ -278,8 +278,25 @@ def test_a_window_is_padded_to_its_own_longest_prompt_and_forgotten_after_its_st
     assert windows(2, [TEXTS[2]])["mask"].shape == (1, 7)
     encode(range(3, 9))
     assert [len(call) for call in model.calls] == [3, 3]
-    with pytest.raises(ValueError, match="not enough values"):
+    with pytest.raises(AssertionError, match="prompts of step 1 are not encoded"):
         windows(1, [TEXTS[2]])
+
+
+def test_late_prompts_are_padded_by_themselves_until_the_next_windows_are_listed():
+    model = Lengths()
+    windows = PromptWindows([PromptWindow(range(4), TEXTS[:3])], negative_gradient=False)
+    (window,) = windows.list_missing(range(1))
+    windows.add(window, embed_prompts(model, window.prompts))
+    asked = [TEXTS[2], TEXTS[4]]
+    assert windows.find_embeddings(1, asked) is None
+    windows.add_late(embed_prompts(model, asked))
+    conditioning = windows(1, asked)
+    assert conditioning["mask"].shape == (2, 4)
+    assert not conditioning.negative_gradient
+    # What the window has comes from the window, also if it is among the late prompts.
+    assert windows(1, [TEXTS[2]])["mask"].shape == (1, 3)
+    assert windows.list_missing(range(1, 2)) == []
+    assert windows.find_embeddings(1, asked) is None
 
 
 def test_an_image_to_edit_is_needed_and_all_need_one_size(tiny, monkeypatch):

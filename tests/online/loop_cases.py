@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from ebbflow.models.encoding import PromptWindows
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.online.workers import open_local_workers
@@ -28,7 +29,9 @@ def collect(ctx, updater, scorer, prompts, step):
         workers = open_local_workers(ctx, updater, scorer)
         sampler = PromptSampler(ctx, prompts)
         embeddings = await workers.training.encode(prompts)
-        queue = RolloutQueue(ctx, workers, sampler, lambda _, wanted: embeddings(wanted), step)
+        windows = PromptWindows([])
+        windows.add_late(embeddings)
+        queue = RolloutQueue(ctx, workers, sampler, windows, workers.training.encode, step)
         await queue.start_rollouts()
         return await queue.next_batch(step)
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from colocated_cases import (
@@ -168,7 +169,7 @@ def test_a_rank_generates_nothing_after_a_request_that_failed(make_recipe, make_
 
     async def start_rollouts():
         sampler = PromptSampler(ctx, make_prompts(9))
-        queue = ColocatedQueue(ctx, workers, sampler, lambda step, wanted: None)
+        queue = ColocatedQueue(ctx, workers, sampler, MagicMock(), MagicMock())
         try:
             await queue.start_rollouts()
         finally:
@@ -196,7 +197,7 @@ def test_a_rank_whose_reward_hangs_says_so_before_the_others_end(
 
     async def wait():
         queue = ColocatedQueue(
-            ctx, workers, PromptSampler(ctx, make_prompts(9)), lambda step, wanted: None
+            ctx, workers, PromptSampler(ctx, make_prompts(9)), MagicMock(), MagicMock()
         )
         loop = asyncio.get_running_loop()
         # One after the other within the limit, and all of them far beyond it: slow is not hung.

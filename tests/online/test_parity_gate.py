@@ -34,6 +34,9 @@ def list_looks(make_recipe, monkeypatch):
         async def generate_request(request, weights):
             return "rollouts", None, None
 
+        async def build_request(ctx, queue, step):
+            return step
+
         async def measure_parity(request, rollouts):
             steps.append(request)
             return {"parity/mean_shift": 0.0}
@@ -44,7 +47,7 @@ def list_looks(make_recipe, monkeypatch):
             weights=None,
             workers=SimpleNamespace(training=training),
         )
-        monkeypatch.setattr(parity_gate, "_build_parity_request", lambda ctx, queue, step: step)
+        monkeypatch.setattr(parity_gate, "_build_parity_request", build_request)
 
         async def look_before_every_step():
             for step in range(first_step, 32):
@@ -79,7 +82,7 @@ def test_the_gate_looks_at_as_many_prompts_as_possible(
     online = {"engine": OTHER, "parity": {"samples": samples}}
     ctx = StageContext(make_recipe(online=online), 0, 0)
 
-    def build_requests(step, plan):
+    async def build_requests(step, plan):
         """A request for each prompt, as with groups that are as large as a micro-batch."""
         return [
             RolloutRequest(
@@ -98,7 +101,7 @@ def test_the_gate_looks_at_as_many_prompts_as_possible(
         build_requests=build_requests,
         embeddings=lambda step, prompts: [prompt.prompt_id for prompt in prompts],
     )
-    request = parity_gate._build_parity_request(ctx, queue, 1)
+    request = asyncio.run(parity_gate._build_parity_request(ctx, queue, 1))
     assert list(zip(request.keys.prompt_ids, request.keys.samples, strict=True)) == expected
     assert [prompt.prompt_id for prompt in request.prompts] == [prompt for prompt, _ in expected]
     encoded = [request.conditioning[row] for row in request.sample_index]

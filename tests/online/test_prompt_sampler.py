@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from ebbflow.data.prompt_windows import PromptWindow
 from ebbflow.data.sampling import sample_prompts
 from ebbflow.flow.noise import generate_initial_noise
 from ebbflow.models import load_model
+from ebbflow.models.encoding import PromptWindows
 from ebbflow.online import in_flight
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.loop import run_online_stage
@@ -245,11 +247,9 @@ def test_rollouts_in_flight_keep_their_prompts(
     sampler = PromptSampler(ctx, prompts)
 
     async def interrupted():
-        embeddings = await workers.training.encode(prompts)
+        encode = workers.training.encode
         queue, resumed = (
-            RolloutQueue(
-                ctx, workers, sampler, lambda step, wanted: embeddings(wanted), first_step=1
-            )
+            RolloutQueue(ctx, workers, sampler, PromptWindows([]), encode, first_step=1)
             for _ in range(2)
         )
         await queue.start_rollouts()
@@ -258,7 +258,7 @@ def test_rollouts_in_flight_keep_their_prompts(
         sampler.state.prompt_rewards |= dict.fromkeys(ids(before.distinct_prompts), (0.5, 0.0)) | {
             7: (0.5, 0.1)
         }
-        load_in_flight(tmp_path, resumed)
+        await load_in_flight(tmp_path, resumed)
         return before, await resumed.next_batch(1)
 
     before, after = asyncio.run(interrupted())
@@ -308,12 +308,9 @@ def test_the_samples_of_a_first_pass_start_as_those_of_a_step(make_recipe, make_
     ctx = StageContext(make_recipe(online=keys), 0, 0)
     prompts = make_prompts(4)
     workers = SimpleNamespace(steps_before=0)
-    queue = RolloutQueue(ctx, workers, PromptSampler(ctx, prompts), lambda step, wanted: None)
-    for requests in (
-        queue.build_requests(0, prompts=prompts),
-        queue.build_requests(0, prompts=prompts, filter_samples=3),
-    ):
-        for request in requests:
+    queue = RolloutQueue(ctx, workers, PromptSampler(ctx, prompts), MagicMock(), None)
+    for filter_samples in (None, 3):
+        for request in asyncio.run(queue.build_requests(0, None, prompts, filter_samples)):
             different = {
                 tuple(noise) for noise in generate_initial_noise((4,), request.keys).tolist()
             }
@@ -396,4 +393,4 @@ def test_rollouts_in_flight_of_an_earlier_layout_are_refused(tmp_path):
     header = {"steps": [{"step": 3, "prompts": [], "num_dropped": 0, "parts": []}], "next": 4}
     save_file(tensors, folder / in_flight.FILE, {in_flight.HEADER: json.dumps(header)})
     with pytest.raises(CheckpointError, match=f"earlier version.*remove {folder.parent} to begin"):
-        load_in_flight(folder, None)
+        asyncio.run(load_in_flight(folder, None))

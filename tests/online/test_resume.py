@@ -277,8 +277,13 @@ def test_a_stage_that_is_preempted_saves_after_the_step(attempt, finish, case, c
     assert "resuming after step 6 of 6" in caplog.text
 
 
-@pytest.mark.exhaustive
-def test_a_stage_that_chooses_its_prompts_ends_with_the_same_bytes(attempt, monkeypatch):
+@pytest.mark.parametrize(
+    "window_size", [pytest.param(4096, marks=pytest.mark.exhaustive), 4], ids=["one", "several"]
+)
+def test_a_stage_that_chooses_its_prompts_ends_with_the_same_bytes(
+    attempt, monkeypatch, window_size
+):
+    monkeypatch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", window_size)
     monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),)))
     online = {"mode": "one_step_off", "refill_rounds": 2, "curriculum": {"weight": "low_reward"}}
     online["prompt_filter"] = {"prompts": 8, "samples": 2, "min_reward": 0.1}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -275,7 +277,8 @@ def test_sound_is_decoded_where_something_scores_it(
     """Guardrails are scored in validations alone."""
     ctx = StageContext(make_recipe(online={}, rewards=rewards, guardrails=guardrails), 0, 0)
     sampler = PromptSampler(ctx, make_prompts(9))
-    queue = RolloutQueue(ctx, SimpleNamespace(steps_before=0), sampler, lambda step, wanted: None)
-    assert {request.with_sound for request in queue.build_requests(0)} == {training}
+    queue = RolloutQueue(ctx, SimpleNamespace(steps_before=0), sampler, MagicMock(), None)
+    requests = asyncio.run(queue.build_requests(0))
+    assert {request.with_sound for request in requests} == {training}
     (request,) = build_validation_requests(ctx, make_prompts(2), lambda batch: None, version=0)
     assert request.with_sound == validation

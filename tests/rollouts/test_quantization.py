@@ -7,10 +7,12 @@ to e4m3. ``make test-float8`` installs torchao into a folder of its own and runs
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -176,7 +178,8 @@ def test_samples_to_train_on_are_generated_so(
     online, offline = (StageContext(recipe, 0, stage) for stage in (0, 1))
     sampler = PromptSampler(online, make_prompts(9))
     workers = SimpleNamespace(steps_before=0)
-    requests = RolloutQueue(online, workers, sampler, lambda step, wanted: None).build_requests(0)
+    queue = RolloutQueue(online, workers, sampler, MagicMock(), None)
+    requests = asyncio.run(queue.build_requests(0))
     assert {request.quantization for request in requests} == {"float8"}
 
     asked = []
