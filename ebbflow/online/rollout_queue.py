@@ -128,7 +128,7 @@ class RolloutQueue:
         Workers of other processes only get their requests here. The worker of this process has
         generated all samples when this returns; only their scoring is still under way.
         """
-        requests_of_steps = []
+        requests_of_steps: list[tuple[int, list[RolloutRequest]]] = []
         # ``<=``: the step that trains next is in flight, too, besides those ahead of it.
         while self.pending and len(self.in_flight) + len(requests_of_steps) <= self.max_steps_ahead:
             step = self.pending.popleft()
