@@ -14,6 +14,7 @@ from urllib.request import urlopen
 from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
+from ebbflow.tracking.store import _ensure_sqlite
 from ebbflow.tracking.ui import SERVER_SETTINGS
 from tests.pipeline.conftest import PYFLYTE
 
@@ -74,7 +75,11 @@ def tracking_server(
         "--workers",
         "1",
     ]
-    places = ["--backend-store-uri", database or f"sqlite:///{folder}/mlflow.db"]
+    if database is None:
+        database = f"sqlite:///{folder}/mlflow.db"
+        # A copy of an empty store: the server would make its tables in hundreds of statements.
+        _ensure_sqlite(folder / "mlflow.db", database)
+    places = ["--backend-store-uri", database]
     places += ["--artifacts-destination", artifacts or str(folder / "artifacts")]
     command = [str(PYFLYTE.with_name("mlflow")), "server", *listening, *places]
     with (folder / "log").open("w") as log:
