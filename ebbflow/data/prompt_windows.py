@@ -4,8 +4,9 @@ encoded at a time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from ebbflow.data.prompts import Prompt
 
@@ -16,11 +17,17 @@ PROMPTS_PER_WINDOW = 8 * 512
 """
 
 
-class PromptWindow(NamedTuple):
-    """Steps in a row, and all prompts that any of them may take."""
+@dataclass(frozen=True)
+class PromptWindow:
+    """Steps in a row, and all prompts that any of them may take.
+
+    Attributes:
+        list_prompts: lists them, once they are to be encoded: to find those of every step of a long
+            stage may take minutes, which would pass before its first.
+    """
 
     steps: range
-    prompts: list[Prompt]
+    list_prompts: Callable[[], list[Prompt]]
 
 
 def split_into_windows(prompts_of_steps: Iterable[Collection[int]]) -> list[range]:
@@ -56,6 +63,10 @@ def build_prompt_windows(batches: Sequence[Sequence[Prompt]]) -> list[PromptWind
     """Build the windows of steps that take these prompts."""
     ids_of_steps = ([prompt.prompt_id for prompt in batch] for batch in batches)
     return [
-        PromptWindow(steps, [prompt for step in steps for prompt in batches[step]])
+        PromptWindow(steps, partial(_join_batches, batches, steps))
         for steps in split_into_windows(ids_of_steps)
     ]
+
+
+def _join_batches(batches: Sequence[Sequence[Prompt]], steps: range) -> list[Prompt]:
+    return [prompt for step in steps for prompt in batches[step]]

@@ -229,7 +229,7 @@ def evaluate_on_prompts(
     squares: list[tuple[float, int]] = []
     for window in build_prompt_windows(prompts_of_batches):
         with clock.measure_phase("sampling"):
-            encode = build_shared_lookup(model, window.prompts)
+            encode = build_shared_lookup(model, window.list_prompts())
         rounds = deal_in_rounds(batches[window.steps.start : window.steps.stop])
         # Merged adapters save their products in every pass.
         with policy.merge_adapters():

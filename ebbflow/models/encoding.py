@@ -80,7 +80,7 @@ class PromptWindows:
 
             windows = PromptWindows(sampler.list_windows())
             for window in windows.list_missing(range(step, step + 2)):
-                windows.add(window, embed_prompts(model, window.prompts))
+                windows.add(window, embed_prompts(model, window.list_prompts()))
             conditioning = windows(step, prompts)
     """
 

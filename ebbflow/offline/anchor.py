@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +92,7 @@ class DataAnchor:
         self.embeddings: PromptWindows | None = None
         if len(prompts) < prompt_windows.PROMPTS_PER_WINDOW:  # and the empty caption
             captions = [*prompts, *map(drop_caption, prompts)]
-            self.embeddings = PromptWindows([PromptWindow(range(sys.maxsize), captions)])
+            self.embeddings = PromptWindows([PromptWindow(range(sys.maxsize), lambda: captions)])
             encode_windows_together(model, self.embeddings, range(1), self.guided)
 
     def encode_captions(self, updater: PolicyUpdater) -> None:
@@ -108,15 +109,16 @@ class DataAnchor:
         for update in range(num_updates):
             shard, rows = self.choose_rows(update)
             ids_of_updates.append(shard.prompt_ids[rows].tolist())
+
+        def list_captions(updates: range) -> list[Prompt]:
+            return [
+                caption
+                for update in updates
+                for caption in self._choose_captions(ids_of_updates[update], update)
+            ]
+
         return [
-            PromptWindow(
-                updates,
-                [
-                    caption
-                    for update in updates
-                    for caption in self._choose_captions(ids_of_updates[update], update)
-                ],
-            )
+            PromptWindow(updates, partial(list_captions, updates))
             for updates in split_into_windows(ids_of_updates)
         ]
 

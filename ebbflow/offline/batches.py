@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -251,7 +252,7 @@ def _list_windows(
         prompts = [by_id[i] for i in dict.fromkeys(chain.from_iterable(ids[v] for v in visited))]
         if ctx.offline_config.data is not None:
             prompts += list(map(drop_caption, prompts))
-        windows.append(PromptWindow(steps, prompts))
+        windows.append(PromptWindow(steps, partial(list, prompts)))
     return windows
 
 

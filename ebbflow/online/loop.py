@@ -246,7 +246,7 @@ class OnlineLoop:
         for step in loop.iterate_steps():
             # Between two steps, when neither the rollouts nor the training use the device.
             for window in self.embeddings.list_missing(range(step, step + self.steps_ahead + 1)):
-                self.embeddings.add(window, await self._encode_prompts(window.prompts))
+                self.embeddings.add(window, await self._encode_prompts(window.list_prompts()))
             start = time.time()
             queue.weights = await self.workers.publish_weights(step)
             pushed = {"push/bytes": queue.weights.size, "push/seconds": time.time() - start}
@@ -312,7 +312,7 @@ class OnlineLoop:
         # A checkpoint's rollouts in flight may be of steps in front of its own.
         first = min([step, *(list_steps_in_flight(newest[0]) if newest else [])])
         for window in self.embeddings.list_missing(range(first, step + self.steps_ahead + 1)):
-            self.embeddings.add(window, await self._encode_prompts(window.prompts))
+            self.embeddings.add(window, await self._encode_prompts(window.list_prompts()))
         encode = self._encode_prompts
         self.queue = open_queue(ctx, self.workers, self.sampler, self.embeddings, encode, step)
         self.monitor = StageMonitor(ctx, self.queue, self.recorder, self.validation)
@@ -355,7 +355,7 @@ class OnlineLoop:
         at_once = self.queue.max_requests_at_once
         for window in build_prompt_windows([[prompt] for prompt in self.sampler.prompts]):
             requests = await self.queue.build_requests(
-                0, prompts=window.prompts, filter_samples=samples
+                0, prompts=window.list_prompts(), filter_samples=samples
             )
             # One id for each sample, [N], in the order of the requests and so of the scores.
             prompt_ids += [prompt.prompt_id for request in requests for prompt in request.prompts]

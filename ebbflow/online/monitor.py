@@ -148,9 +148,9 @@ class StageMonitor:
         for window in self.embeddings.windows:
             # One window is encoded once for all validations; several are encoded in each of them.
             for missing in self.embeddings.list_missing(window.steps):
-                self.embeddings.add(missing, await self.queue.encode(missing.prompts))
+                self.embeddings.add(missing, await self.queue.encode(missing.list_prompts()))
             encode = partial(self.embeddings, window.steps.start)
-            requests = build_validation_requests(self.ctx, window.prompts, encode, version)
+            requests = build_validation_requests(self.ctx, window.list_prompts(), encode, version)
             parts += await self.queue.generate_and_score_all(requests, weights, with_guards=True)
         if served != rolled_out:
             # Back to the copy that rolls out: the engine of this process switches copies when it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -122,12 +123,27 @@ class PromptSampler:
         if self.config.prompts_depend_on_rewards:
             # One window for all steps: no choice is too late for it.
             if len(self.prompts) <= prompt_windows.PROMPTS_PER_WINDOW:
-                return [PromptWindow(range(self.config.steps), self.prompts)]
+                return [PromptWindow(range(self.config.steps), lambda: self.prompts)]
             if self.config.prompt_filter and self.state.kept_prompts is None:
                 return []
-        return build_prompt_windows(
-            [self.list_candidates(step) for step in range(self.config.steps)]
-        )
+            return self._list_candidate_windows()
+        return build_prompt_windows([self.sample_batch(step) for step in range(self.config.steps)])
+
+    def _list_candidate_windows(self) -> list[PromptWindow]:
+        """List windows of as many steps as surely fit: candidates are found by an order of all
+        prompts for each step, so they are listed window by window.
+        """
+        candidates_per_step = self.config.prompts_per_step * self.config.candidates_per_prompt
+        length = max(1, prompt_windows.PROMPTS_PER_WINDOW // candidates_per_step)
+        steps = range(self.config.steps)
+        windows = [steps[start : start + length] for start in steps[::length]]
+        return [
+            PromptWindow(window, partial(self._list_candidates_of_steps, window))
+            for window in windows
+        ]
+
+    def _list_candidates_of_steps(self, steps: range) -> list[Prompt]:
+        return [prompt for step in steps for prompt in self.list_candidates(step)]
 
     def find_prompts(self, ids: Sequence[int]) -> list[Prompt]:
         """Prompts by their ids, in this order."""

@@ -53,7 +53,7 @@ def encode_windows_together(
 ) -> None:
     """``encode_prompts_together`` of the windows of some steps, as far as they are not encoded."""
     for window in windows.list_missing(steps):
-        windows.add(window, encode_prompts_together(model, window.prompts, negatives))
+        windows.add(window, encode_prompts_together(model, window.list_prompts(), negatives))
 
 
 def build_shared_lookup(model: Model, prompts: Iterable[Prompt]) -> Encode:

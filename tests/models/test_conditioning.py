@@ -262,12 +262,15 @@ def test_embeddings_are_on_the_disk_and_their_files_have_no_name(monkeypatch, tm
 def test_a_window_is_padded_to_its_own_longest_prompt_and_forgotten_after_its_steps():
     model = Lengths()
     windows = PromptWindows(
-        [PromptWindow(range(2), TEXTS[:3]), PromptWindow(range(2, 4), TEXTS[2:])]
+        [
+            PromptWindow(range(2), lambda: TEXTS[:3]),
+            PromptWindow(range(2, 4), lambda: TEXTS[2:]),
+        ]
     )
 
     def encode(steps):
         for window in windows.list_missing(steps):
-            windows.add(window, embed_prompts(model, window.prompts))
+            windows.add(window, embed_prompts(model, window.list_prompts()))
 
     encode(range(1))
     encode(range(2))
@@ -284,9 +287,9 @@ def test_a_window_is_padded_to_its_own_longest_prompt_and_forgotten_after_its_st
 
 def test_late_prompts_are_padded_by_themselves_until_the_next_windows_are_listed():
     model = Lengths()
-    windows = PromptWindows([PromptWindow(range(4), TEXTS[:3])], negative_gradient=False)
+    windows = PromptWindows([PromptWindow(range(4), lambda: TEXTS[:3])], negative_gradient=False)
     (window,) = windows.list_missing(range(1))
-    windows.add(window, embed_prompts(model, window.prompts))
+    windows.add(window, embed_prompts(model, window.list_prompts()))
     asked = [TEXTS[2], TEXTS[4]]
     assert windows.find_embeddings(1, asked) is None
     windows.add_late(embed_prompts(model, asked))

@@ -154,7 +154,9 @@ def test_captions_in_windows_have_the_gradient_of_all_at_once(anchored, model, m
     # Each step is in one window, and no window has more different pictures than fit.
     assert [step for window in encoded for step in window.steps] == list(range(6))
     assert len(encoded) > 1
-    assert all(len({prompt.prompt_id for prompt in window.prompts}) <= 5 for window in encoded)
+    assert all(
+        len({prompt.prompt_id for prompt in window.list_prompts()}) <= 5 for window in encoded
+    )
 
 
 @pytest.mark.parametrize("captions_at_once", [5, prompt_windows.PROMPTS_PER_WINDOW])

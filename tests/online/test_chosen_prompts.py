@@ -136,3 +136,21 @@ def test_prompts_that_a_curriculum_chooses_too_late_are_encoded_when_a_step_take
     late = [group for group in encoded if len(group) == 2]
     assert 0 < len(late) < 8
     assert all(group in reward.seen for group in late)
+
+
+def test_candidates_are_listed_for_the_windows_that_are_encoded_alone(build_sampler, monkeypatch):
+    """To order all prompts for each step of a long stage takes minutes."""
+    monkeypatch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", 24)
+    sampler = build_sampler(60, prompts_per_step=4, refill_rounds=1, steps=1000)
+    listed = []
+    list_candidates = sampler.list_candidates
+    monkeypatch.setattr(
+        sampler, "list_candidates", lambda step: listed.append(step) or list_candidates(step)
+    )
+    windows = sampler.list_windows()
+    assert listed == []
+    # Of 8 candidates each.
+    assert [window.steps for window in windows[:2]] == [range(3), range(3, 6)]
+    assert windows[-1].steps == range(999, 1000)
+    assert len(windows[1].list_prompts()) == 24
+    assert listed == [3, 4, 5]

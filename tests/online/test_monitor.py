@@ -7,6 +7,7 @@ import io
 import json
 import math
 import time
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -235,7 +236,10 @@ def test_a_validation_is_an_evaluation_of_what_would_be_served(
 
 def build_window_of_each_batch(batches):
     """Windows of validation alone: those of training encode, and so round, as they do."""
-    return [PromptWindow(range(step, step + 1), batch) for step, batch in enumerate(batches)]
+    return [
+        PromptWindow(range(step, step + 1), partial(list, batch))
+        for step, batch in enumerate(batches)
+    ]
 
 
 def test_a_validation_in_windows_has_the_samples_of_one_window(run, monkeypatch):
