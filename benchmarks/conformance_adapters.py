@@ -179,7 +179,7 @@ def _build_penalty(kind: Any, c: Any) -> Mapping[str, Any]:
     rows, at = build_loss_rows(c)
     reference = rows.copies["reference"]
     config = ReferenceConfig(penalty=kind)
-    penalty, _ = compute_penalty(config, rows, at, reference)
+    penalty, _ = compute_penalty(config, rows, at, reference, config.copy_name)
     return compute_loss_and_gradient(penalty, at)
 
 

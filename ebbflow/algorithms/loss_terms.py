@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from ebbflow.algorithms.base import (
     AnyRows,
+    CopyName,
     RowMetrics,
     TrajectoryRows,
     compute_gaussian_kl,
@@ -117,19 +118,21 @@ def compute_penalty(
     rows: AnyRows,
     velocity: Tensor,
     reference: Tensor,
+    copy: CopyName,
 ) -> tuple[Tensor, Tensor]:
     """Compute the penalty of each row before its weight, and its weight, both [M].
 
     Args:
         velocity: of the policy, [M, ...].
         reference: the velocity of the reference at the same points, [M, ...].
+        copy: the policy copy that it is of (``ReferenceConfig.copy_name``).
     """
     if config.penalty == "velocity":
         divergence = mean_per_row((velocity - reference) ** 2)
     else:
         # The recipe allows a KL for trajectories alone.
         assert isinstance(rows, TrajectoryRows)
-        divergence = compute_gaussian_kl(rows.transition, rows.copies[config.copy_name].mean)
+        divergence = compute_gaussian_kl(rows.transition, rows.copies[copy].mean)
         # b^2 = s^2 |dt|, so 1 / (2 s^2) = |dt| / (2 b^2). The b of cps has no dt to take out.
         if config.penalty == "kl_without_dt" and rows.transition.sampler.std_has_dt:
             divergence = divergence * rows.transition.dt.abs()

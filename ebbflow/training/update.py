@@ -382,7 +382,9 @@ class PolicyUpdater:
         # The correction weighs the algorithm's term alone, not the penalty.
         loss = loss * batch.weight[part]
         if anchor is not None:
-            divergence, weight = compute_penalty(self.stage.reference, rows, velocity, anchor)
+            divergence, weight = compute_penalty(
+                self.stage.reference, rows, velocity, anchor, self.reference_copy
+            )
             loss = loss + weight * divergence
             metrics = metrics | {"kl/reference": divergence}
         return loss, metrics

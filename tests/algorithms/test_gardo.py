@@ -173,10 +173,10 @@ def test_the_factor_of_a_row_multiplies_its_kl_to_the_renewed_reference():
     rows = made.rows(velocity, recent=other, reference=made.old - 3)
     factor = torch.tensor([5.0, 0, 0, 0, 0], dtype=torch.float64)
     config = ReferenceConfig(weight=0.04, penalty="kl", reset_every=16)
-    plain, _ = compute_penalty(config, rows, velocity, other)
+    plain, _ = compute_penalty(config, rows, velocity, other, config.copy_name)
     torch.testing.assert_close(plain, kl_per_element(rows.transition, rows.copies["recent"]))
     gated_rows = replace(rows, penalty_factor=factor)
-    gated, _ = compute_penalty(config, gated_rows, velocity, other)
+    gated, _ = compute_penalty(config, gated_rows, velocity, other, config.copy_name)
     torch.testing.assert_close(gated, factor * plain)
     assert gated[0] > 0
 

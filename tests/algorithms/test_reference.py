@@ -29,11 +29,11 @@ KL, WITHOUT_DT, VELOCITY = (
 
 
 def penalty_of(config, rows, velocity, reference):
-    return compute_penalty(config, rows, velocity, reference)[0]
+    return compute_penalty(config, rows, velocity, reference, config.copy_name)[0]
 
 
 def weight_of(config, rows):
-    return compute_penalty(config, rows, rows.velocity, rows.velocity)[1]
+    return compute_penalty(config, rows, rows.velocity, rows.velocity, config.copy_name)[1]
 
 
 def steps_apart(sampler):
