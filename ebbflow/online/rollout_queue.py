@@ -254,9 +254,7 @@ class RolloutQueue:
             prompts = self.sampler.sample_batch(step)
         embeddings = self.embeddings.find_embeddings(step, prompts)
         if embeddings is None:
-            logger.debug("%d prompts of step %d are encoded late", len(prompts), step)
-            embeddings = await self.encode(prompts)
-            self.embeddings.add_late(embeddings)
+            embeddings = await self._encode_late(step, prompts)
         group_size = filter_samples or config.group_size
         # The number of a sample decides its noise. Numbers go on from step to step, so a prompt
         # that comes again gets other noise, and those of the filter come after those of all steps.
@@ -294,6 +292,12 @@ class RolloutQueue:
             )
             requests.append(request)
         return requests
+
+    async def _encode_late(self, step: int, prompts: Sequence[Prompt]) -> Embeddings:
+        logger.debug("%d prompts of step %d are encoded late", len(prompts), step)
+        embeddings = await self.encode(prompts)
+        self.embeddings.add_late(embeddings)
+        return embeddings
 
     async def generate_and_score(
         self, request: RolloutRequest, weights: WeightsVersion | None, with_guards: bool = False
