@@ -69,6 +69,7 @@ allocate.
 class FileRecorder(MetricsRecorder):
     """A recorder that keeps files, too."""
 
+    keeps_files = True
     files: dict[str, bytes] = field(default_factory=dict)
 
     def log_file(self, path: str, content: bytes) -> None:

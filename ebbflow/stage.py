@@ -5,7 +5,7 @@ tells what it does.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -184,6 +184,13 @@ class MetricsRecorder:
     """By the number of the step."""
 
     @property
+    def keeps_files(self) -> bool:
+        """Whether a logged file goes anywhere: one that takes a second to make is made for nobody
+        else.
+        """
+        return self.metrics_logger is not None
+
+    @property
     def metrics_rows(self) -> list[dict[str, float]]:
         """One dictionary per step, with the key ``step``."""
         return list(self.rows.values())
@@ -203,10 +210,9 @@ class MetricsRecorder:
         if self.metrics_logger:
             self.metrics_logger.log_image(key, image, step)
 
-    def log_file(self, path: str, content: bytes | Callable[[], bytes]) -> None:
-        """As a metrics logger; a function that makes the file is called only where there is one."""
+    def log_file(self, path: str, content: bytes) -> None:
         if self.metrics_logger:
-            self.metrics_logger.log_file(path, content if isinstance(content, bytes) else content())
+            self.metrics_logger.log_file(path, content)
 
     def log_tags(self, tags: Mapping[str, str]) -> None:
         if self.metrics_logger:

@@ -161,10 +161,10 @@ class StageMonitor:
     def close(self) -> None:
         """Log the timeline, also of a stage that failed: it may show why."""
         self.add_spans()
-        if self.timeline.spans:
-            # Drawn by the one rank of a group that logs, as it takes a second.
-            self.metrics_logger.log_file("timeline.json", self.timeline.encode_json)
-            self.metrics_logger.log_file("timeline.png", self.timeline.render_png)
+        # Of a group, one rank alone keeps files; to draw takes a second.
+        if self.timeline.spans and self.metrics_logger.keeps_files:
+            self.metrics_logger.log_file("timeline.json", self.timeline.encode_json())
+            self.metrics_logger.log_file("timeline.png", self.timeline.render_png())
 
     def add_spans(self) -> None:
         """Add what the workers did to the timeline. Profiles are large and go to the metrics

@@ -197,6 +197,8 @@ def test_longer_validation_prompts_are_not_felt(start):
 class Files(MetricsRecorder):
     """A recorder that keeps the files it is shown."""
 
+    keeps_files = True
+
     def __init__(self):
         super().__init__()
         self.files = {}

@@ -451,6 +451,18 @@ def test_a_stage_that_fails_leaves_its_timeline(run, make_prompts):
     } == {"rollout", "scoring"}
 
 
+def test_a_timeline_that_nobody_keeps_is_not_drawn(
+    make_recipe, make_prompts, base_folder, scorer, monkeypatch
+):
+    """As on all ranks of a group but the first."""
+    ctx = StageContext(make_recipe(online={"steps": 1}), 0, 0)
+    updater = PolicyUpdater(opened(ctx, base_folder), ctx.online_config)
+    placement = open_local_workers(ctx, updater, scorer)
+    monkeypatch.setattr(Timeline, "render_png", lambda timeline: pytest.fail("it was drawn"))
+    record = run_online_stage(ctx, placement, make_prompts(6), MetricsRecorder())
+    assert record.steps == 1
+
+
 def test_utilisation_is_the_busy_share_of_a_steps_own_time():
     """Two rollout workers. Work that spans two steps counts in both, as much as lies in each."""
     watched = Timeline(ResourcesConfig.model_validate({"rollout": {"count": 2}}))
