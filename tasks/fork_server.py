@@ -8,6 +8,7 @@ the launcher's forks can no longer train, the server is a new interpreter, secon
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -130,6 +131,9 @@ def _fork_server(executable: str, arguments: list[str], descriptors: list[int]) 
     process = os.fork()
     if process:
         return process
+    # What the launcher has dropped and not yet collected is never collected here: the destructor of
+    # a process group waits for its threads, which no fork has.
+    gc.freeze()
     listener, alive = descriptors
     try:
         # ``ensure_running`` holds this lock while it forks. A fork of the server would wait for it

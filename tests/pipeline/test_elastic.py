@@ -267,6 +267,44 @@ def test_a_rank_trains_and_can_start_a_fork_server_of_its_own(tmp_path: Path, fo
     assert done.stdout.split() == ["0", "SIGTERM"], done.stderr
 
 
+DROPPED_A_GROUP = """
+import gc
+import multiprocessing
+
+import torch.distributed as dist
+
+from ebbflow.recipe import Recipe
+from tasks import fork_server
+
+
+def drop_a_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cycle = [dist.group.WORLD]
+    cycle.append(cycle)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    gc.disable()  # the launcher drops the group, and does not collect it before it forks
+    drop_a_group()
+    assert fork_server.preload_fork_server(Recipe())
+    rank = multiprocessing.get_context("forkserver").Process(target=gc.collect)
+    rank.start()
+    rank.join(60)
+    print(rank.exitcode)
+    rank.kill()
+"""
+
+
+def test_a_rank_does_not_end_what_the_launcher_has_dropped(tmp_path: Path) -> None:
+    """It hung in the destructor of a process group, whose threads it waits for."""
+    script = tmp_path / "dropped.py"
+    script.write_text(DROPPED_A_GROUP)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = run_forked([str(script)], cwd=tmp_path, env=environment, timeout=240)
+    assert done.stdout.split() == ["0"], done.stderr
+
+
 def test_a_process_whose_forks_torch_refuses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(tensor: torch.Tensor) -> None:
         raise RuntimeError("Unable to handle autograd's threading in combination with fork")
