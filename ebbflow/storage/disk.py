@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from ebbflow.storage.locks import try_lock
+from ebbflow.storage.locks import create_locked, try_lock
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_SPACE_TEXT = re.compile(
@@ -70,10 +70,9 @@ def atomic_write(
     try:
         with raise_if_disk_full(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            create(partial)
             # The lock tells the next process that this one still lives; the kernel releases it
             # however this one ends.
-            with try_lock(partial):
+            with create_locked(partial, create):
                 yield partial
                 publish(partial, path)
     finally:

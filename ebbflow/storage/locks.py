@@ -8,8 +8,8 @@ import fcntl
 import os
 import socket
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 LOCK = ".lock"
@@ -80,6 +80,28 @@ def try_lock(path: Path) -> Iterator[bool]:
         yield is_locked and _is_file_at_path(path, descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def create_locked(path: Path, create: Callable[[Path], object]) -> Iterator[None]:
+    """Create a file or a folder and lock it until the block ends.
+
+    Between the two, another process may lock it first, take it for abandoned and remove it; then it
+    is created again. A file system without locks keeps nobody out.
+    """
+    while True:
+        create(path)
+        with ExitStack() as stack:
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            stack.callback(os.close, descriptor)
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_file_at_path(path, descriptor):
+                yield
+                return
 
 
 def _is_file_at_path(path: Path, descriptor: int) -> bool:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ebbflow.storage.locks import FolderInUseError, lock_folder, try_lock, wait_for_lock
+from ebbflow.storage.disk import remove_path
+from ebbflow.storage.locks import (
+    FolderInUseError,
+    create_locked,
+    lock_folder,
+    try_lock,
+    wait_for_lock,
+)
 from tests.storage.lock_cases import locked_elsewhere
 
 
@@ -103,3 +113,45 @@ def test_a_file_that_was_removed_meanwhile_is_not_locked(
     monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", replaced_first)
     with try_lock(path) as mine:
         assert not mine
+
+
+@pytest.mark.parametrize(
+    ("create", "call"),
+    [(Path.mkdir, "os.open"), (Path.mkdir, "fcntl.flock"), (Path.touch, "fcntl.flock")],
+)
+def test_what_another_process_takes_for_abandoned_is_created_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    create: Callable[[Path], object],
+    call: str,
+) -> None:
+    """It had created a folder and not yet locked it, when another process looked for abandoned
+    ones.
+    """
+    path = tmp_path / "partial"
+    removed = []
+    real = {"os.open": os.open, "fcntl.flock": fcntl.flock}[call]
+
+    def remove_first(*arguments: Any, **keywords: Any) -> Any:
+        if not removed:
+            removed.append(path.exists())
+            remove_path(path)
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(f"ebbflow.storage.locks.{call}", remove_first)
+    with create_locked(path, create):
+        assert removed == [True]
+        assert path.exists()
+        with try_lock(path) as is_abandoned:
+            assert not is_abandoned
+
+
+def test_without_locks_a_file_is_created_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", without)
+    with create_locked(tmp_path / "partial", Path.mkdir):
+        assert (tmp_path / "partial").is_dir()
