@@ -17,8 +17,9 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from benchmarks.algorithms_report import SPLIT_OF_SEED, write_report
+from benchmarks.algorithms_report import write_report
 from benchmarks.machine import describe_commit, describe_machine
 from ebbflow.data.prepare import prepare_prompt_table
 from ebbflow.data.prompts import Prompt, read_prompts
@@ -78,19 +79,7 @@ def main() -> None:
         for kind, group in yaml.safe_load(ENTRIES.read_text()).items()
         for name, settings in group.items()
     }
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, default=45.0, help="CPU-seconds of every run")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=entries,
-        metavar="NAME",
-        default=list(entries),
-        help=", ".join(entries),
-    )
-    parser.add_argument("--again", action="store_true", help="repeat runs whose results are there")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(list(entries))
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
     # Before the first result is written, which changes a file of the repository.
     conditions = {"cpu": describe_machine()["cpu"], "commit": describe_commit()}
@@ -108,8 +97,6 @@ def main() -> None:
                 "seed": seed,
                 "cpu_seconds": seconds,
                 "settings": settings,
-                # asked for too: a run on the prompts of all seeds does not count as finished
-                "split": SPLIT_OF_SEED,
             }
             # a run with other settings under the same name is not this one
             finished = [run for run in results["runs"] if asked.items() <= run.items()]
@@ -120,29 +107,101 @@ def main() -> None:
                 f"{name} {seed}: {run_result['before']['ocr']:.2f} ->"
                 f" {run_result['after']['ocr']:.2f}, drift {run_result['drift']:.3f}"
             )
-            # Written after each run. Entries that are gone from the YAML leave the results as well.
-            order = list(entries)
-            other_runs = [
-                run
-                for run in results["runs"]
-                if run["name"] in order and identify_run(run) != identify_run(run_result)
-            ]
-            runs = sorted(
-                [*other_runs, run_result], key=lambda run: (order.index(run["name"]), run["seed"])
-            )
-            # The machine of the first runs: later ones say where theirs was another.
-            machine = results.get("machine") or describe_machine()
-            results = {"machine": machine, "runs": runs}
+            results = add_run(results, run_result, order=list(entries))
+            # Written after each run, so that an interrupted benchmark keeps what it has.
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     write_report(RESULTS)
 
 
-def identify_run(run: Mapping[str, Any]) -> tuple[str, int, str | None]:
-    """Return what a later run has to have in common with one to take its place.
+def parse_arguments(entries: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line: which entries, seeds and CPU-seconds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seconds", type=float, default=45.0, help="CPU-seconds of every run")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=entries,
+        metavar="NAME",
+        default=entries,
+        help=", ".join(entries),
+    )
+    parser.add_argument("--again", action="store_true", help="repeat runs whose results are there")
+    return parser.parse_args()
 
-    A run on other held-out prompts stands beside it: the two cannot be compared.
+
+def add_run(
+    results: Mapping[str, Any], run_result: Mapping[str, Any], order: Sequence[str]
+) -> dict[str, Any]:
+    """Return the results with a run in place of the one of the same entry and seed, in the order of
+    the YAML. Entries that are gone from the YAML leave the results as well.
     """
-    return run["name"], run["seed"], run.get("split")
+    other_runs = [
+        run
+        for run in results["runs"]
+        if run["name"] in order
+        and (run["name"], run["seed"]) != (run_result["name"], run_result["seed"])
+    ]
+    runs = sorted(
+        [*other_runs, run_result], key=lambda run: (order.index(run["name"]), run["seed"])
+    )
+    # The machine of the first runs: later ones say where theirs was another.
+    return {"machine": results.get("machine") or describe_machine(), "runs": runs}
+
+
+class LearningCurve:
+    """Held-out scores of a run over its CPU-seconds of training, in which evaluations do not count:
+    every entry gets the same seconds however often it is evaluated.
+
+    Process time is measured, as the machine is shared.
+
+    Args:
+        score: scores the policy as it is, with these guardrails.
+        cpu_seconds: after which the run ends.
+
+    Attributes:
+        points: scores of each evaluation, with ``cpu_seconds`` and ``steps``.
+        training: metrics of each training step, with ``cpu_seconds``.
+    """
+
+    def __init__(
+        self, score: Callable[[tuple[str, ...]], dict[str, float]], cpu_seconds: float
+    ) -> None:
+        self.score = score
+        self.cpu_seconds = cpu_seconds
+        self.points: list[dict[str, float]] = []
+        self.training: list[dict[str, float]] = []
+
+    def start(self, before: dict[str, float]) -> None:
+        """Begin to count, from the scores of the untouched policy."""
+        self.points.append({"cpu_seconds": 0.0, "steps": 0, **before})
+        self._start = time.process_time()
+
+    def log_step(self, metrics: dict[str, float], step: int) -> None:
+        """Take the metrics of a training step, and evaluate the policy where that is due.
+
+        Raises:
+            OutOfTimeError: the run has had its seconds; an exception is the only way out of a stage
+                from a callback.
+        """
+        spent = time.process_time() - self._start
+        self.training.append({"cpu_seconds": spent, **metrics})
+        # Closer at first, where scores rise fast.
+        evaluated = self.points[-1]["cpu_seconds"]
+        if spent >= evaluated + max(EVALUATE_EVERY, EVALUATE_SHARE * evaluated):
+            evaluation_start = time.process_time()
+            scores = self.score(UNTRAINED_READER)
+            self.points.append({"cpu_seconds": spent, "steps": step + 1, **scores})
+            # The time of an evaluation is not the training's: its start moves by it.
+            self._start += time.process_time() - evaluation_start
+        if spent >= self.cpu_seconds:
+            raise OutOfTimeError
+
+    def finish(self, after: dict[str, float]) -> None:
+        """Add the scores of the trained policy."""
+        # The very first update may stop a run.
+        spent = self.training[-1]["cpu_seconds"] if self.training else 0.0
+        self.points.append({"cpu_seconds": spent, "steps": len(self.training), **after})
 
 
 def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
@@ -158,71 +217,41 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
     policy, metadata = open_policy(ctx, model, policy_folder, load_teachers(ctx))
     updater = PolicyUpdater(policy, ctx.config, metadata)
     scorer = load_scorer(recipe.rewards, ())
-    # Process time, as the machine is shared; the time of evaluations is subtracted, so that every
-    # entry gets the same seconds of training however often it is evaluated.
-    curve: list[dict[str, float]] = []
-    training: list[dict[str, float]] = []
-    start = time.process_time()
-    spent_evaluating = 0.0
-
-    def log_metrics_and_scores(metrics: dict[str, float], step: int) -> None:
-        nonlocal spent_evaluating
-        spent = time.process_time() - start - spent_evaluating
-        training.append({"cpu_seconds": spent, **metrics})
-        # Closer at first, where scores rise fast.
-        evaluated = curve[-1]["cpu_seconds"]
-        if spent >= evaluated + max(EVALUATE_EVERY, EVALUATE_SHARE * evaluated):
-            evaluation_start = time.process_time()
-            curve.append(
-                {
-                    "cpu_seconds": spent,
-                    "steps": step + 1,
-                    **score_policy(recipe, model, policy, held_out, UNTRAINED_READER),
-                }
-            )
-            spent_evaluating += time.process_time() - evaluation_start
-        # an exception is the only way out of a stage from a callback
-        if spent >= asked["cpu_seconds"]:
-            raise OutOfTimeError
-
-    before = score_policy(recipe, model, policy, held_out, GUARDRAILS)
+    score = partial(score_policy, recipe, model, policy, held_out)
+    curve = LearningCurve(score, asked["cpu_seconds"])
+    before = score(GUARDRAILS)
     warm_up_rewards(model, scorer, prompts[0])
-    curve.append({"cpu_seconds": 0.0, "steps": 0, **before})
     stopped = ""
-    # again: the time before counts for nobody
-    start = time.process_time()
+    curve.start(before)
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         try:
             # how a run ends that nothing stops before
             with suppress(OutOfTimeError):
-                train_policy(ctx, model, updater, scorer, prompts, log_metrics_and_scores)
+                train_policy(ctx, model, updater, scorer, prompts, curve.log_step)
         except TrainingError as error:
             stopped = str(error)
-    after = score_policy(recipe, model, policy, held_out, GUARDRAILS)
-    # the very first update may stop a run
-    first, last = (training[0], training[-1]) if training else ({}, {})
-    curve.append({"cpu_seconds": last.get("cpu_seconds", 0.0), "steps": len(training), **after})
+    after = score(GUARDRAILS)
+    curve.finish(after)
     # a student can only be as good as its teacher with the student's steps
     teacher_scores = {}
     if "teacher" in policy.copies:
         with policy.use_copy("teacher"):
-            teacher_scores = {"teacher": score_policy(recipe, model, policy, held_out, GUARDRAILS)}
+            teacher_scores = {"teacher": score(GUARDRAILS)}
     save_teacher(ctx, updater, metadata, asked)
     return {
         "before": before,
         "after": after,
         **teacher_scores,
         "drift": after["velocity_drift"],
-        "steps": len(training),
+        "steps": len(curve.training),
         "updates": updater.updates,
         "alarms": updater.alarms,
         "warnings": sorted({str(warning.message) for warning in raised} - set(updater.alarms)),
         "stopped": stopped,
-        "evaluate_every": EVALUATE_EVERY,
-        "curve": curve,
-        "first_metrics": first,
-        "last_metrics": last,
+        "curve": curve.points,
+        "first_metrics": curve.training[0] if curve.training else {},
+        "last_metrics": curve.training[-1] if curve.training else {},
     }
 
 

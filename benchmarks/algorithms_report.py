@@ -24,10 +24,6 @@ READER = "tesseract"
 READERS_GOAL = 0.92
 OCR_GOAL = {"ocr": GOAL}
 BOTH_GOALS = {"ocr": GOAL, READER: READERS_GOAL}
-SPLIT_OF_SEED = "of the seed"
-"""The ``split`` of runs whose prompts were held out by their seed. Runs without one, which are
-older, have the same held-out prompts for all seeds.
-"""
 TITLES = {
     "policy_gradient": "Policy gradients: steps of a fresh trajectory",
     "forward_process": "Forward process: final samples only",
@@ -71,7 +67,7 @@ def write_report(results: Path = RESULTS) -> None:
     """Write the table and the plot beside the results."""
     results_of_runs = json.loads(results.read_text())
     groups = {
-        kind: _group_by_row([run for run in results_of_runs["runs"] if run["kind"] == kind])
+        kind: _group_by_entry([run for run in results_of_runs["runs"] if run["kind"] == kind])
         for kind in TITLES
     }
     results.with_suffix(".md").write_text(
@@ -82,18 +78,12 @@ def write_report(results: Path = RESULTS) -> None:
     FigureCanvasAgg(figure).print_png(results.with_suffix(".png"), metadata={"Software": None})
 
 
-def _group_by_row(runs: Runs) -> dict[str, Runs]:
-    """Return the runs of each row: of an entry and a way to hold prompts out, with its marks."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+def _group_by_entry(runs: Runs) -> dict[str, Runs]:
+    """Return the runs of each entry, a row of the table each."""
+    entries: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        # An entry may have been measured in both ways: those runs must not share a mean.
-        mark = "" if "split" in run else " †"
-        rows.setdefault(run["name"] + mark, []).append(run)
-    return {
-        # results of before the interval was stored, see the page's text
-        row if all("evaluate_every" in run for run in runs) else row + "°": runs
-        for row, runs in rows.items()
-    }
+        entries.setdefault(run["name"], []).append(run)
+    return entries
 
 
 def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[str]:
@@ -111,18 +101,14 @@ def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) ->
             " the seeds, with the least and most in brackets; the standard error of one score is"
             " about .02. `ocr` is the reward unless a table names another, `tesseract` and"
             " `similarity` are never trained on. Entries: [algorithms.yaml](../algorithms.yaml)."
-            " Rows with ° were evaluated every 8 CPU-seconds instead of 4, and about 4 CPU-seconds"
-            " of theirs went to choosing the prompts of 100,000 steps."
-            f"{_name_other_machines(machine, groups)} In rows with † all seeds have the same"
-            " held-out strings; in the others each seed has strings of its own, and evaluations are"
-            f" 2 CPU-seconds apart or a fifth of what has passed{_name_commits(runs)}. `{READER}`"
-            f" then: its score at the moment at which OCR passes {GOAL:.2f}; the next column has"
-            " the moment at which both have passed their goals. Moments are on straight lines"
-            " between evaluations. The columns ÷ best have the CPU-seconds before them as a share"
-            f" of those that a policy gradient takes to an OCR of {GOAL:.2f}: the one that takes"
-            " the fewest with all of its seeds, on the same processor and with held-out strings"
-            " chosen alike."
-            f"{_name_newer_policy_gradients(groups['policy_gradient'])}"
+            f"{_name_other_machines(machine, groups)} Each seed has held-out strings of its own;"
+            f" evaluations are 2 CPU-seconds apart or a fifth of what has passed"
+            f"{_name_commits(runs)}. `{READER}` then: its score at the moment at which OCR passes"
+            f" {GOAL:.2f}; the next column has the moment at which both have passed their goals."
+            " Moments are on straight lines between evaluations. The columns ÷ best have the"
+            " CPU-seconds before them as a share of those that a policy gradient takes to an OCR of"
+            f" {GOAL:.2f}: the one that takes the fewest with all of its seeds, on the same"
+            " processor."
         ),
         "",
         "![Held-out OCR over CPU-seconds](algorithms.png)",
@@ -136,48 +122,32 @@ def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) ->
                 "",
                 f"**{TITLES[kind]}** ({' or '.join(seconds)} CPU-seconds)",
                 "",
-                *_format_table(rows, groups["policy_gradient"], machine["cpu"]),
+                *_format_table(rows, groups["policy_gradient"]),
             ]
     return lines
 
 
-def _find_best_policy_gradient(
-    policy_gradients: dict[str, Runs], conditions: set[tuple[str, str | None]], cpu: str
-) -> float | None:
+def _find_best_policy_gradient(policy_gradients: dict[str, Runs], cpus: set[str]) -> float | None:
     """Return the fewest CPU-seconds to the goal of a policy gradient that reached it with every
-    seed under the same conditions; None if none did.
+    seed on the same processors; None if none did.
     """
     medians = []
     for runs in policy_gradients.values():
         seconds = _list_seconds_to_goals(runs, OCR_GOAL)
         # A median over some of the seeds is a lower bound, and CPU-seconds of another processor are
         # not those of the others.
-        if len(seconds) == len(runs) and _list_conditions(runs, cpu) == conditions:
+        if len(seconds) == len(runs) and _list_cpus(runs) == cpus:
             medians.append(median(seconds))
     return min(medians, default=None)
 
 
-def _list_conditions(runs: Runs, cpu: str) -> set[tuple[str, str | None]]:
-    """Return what runs must have in common for their CPU-seconds to be compared: the processor, by
-    default ``cpu``, and how prompts were held out.
-    """
-    return {(run.get("cpu", cpu), run.get("split")) for run in runs}
+def _list_cpus(runs: Runs) -> set[str]:
+    return {run["cpu"] for run in runs}
 
 
 def _name_commits(runs: Runs) -> str:
-    # Each once, in the order of the page; older runs have none.
-    commits = dict.fromkeys(run["commit"] for run in runs if "commit" in run)
-    return f" (measured at {', '.join(commits)})" if commits else ""
-
-
-def _name_newer_policy_gradients(rows: dict[str, Runs]) -> str:
-    """Return a sentence with the rows among which the best is searched for newer entries: a best
-    of one is no choice.
-    """
-    names = [f"`{row}`" for row, runs in rows.items() if all("split" in run for run in runs)]
-    if not names:
-        return ""
-    return f" Measured with strings of each seed are, of the policy gradients: {', '.join(names)}."
+    # Each once, in the order of the page.
+    return f" (measured at {', '.join(dict.fromkeys(run['commit'] for run in runs))})"
 
 
 def _name_other_machines(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> str:
@@ -187,16 +157,15 @@ def _name_other_machines(machine: dict[str, Any], groups: dict[str, dict[str, Ru
     for rows in groups.values():
         for row, runs in rows.items():
             for run in runs:
-                cpu = run.get("cpu", machine["cpu"])
-                if cpu != machine["cpu"]:
-                    names.setdefault(cpu, {})[f"`{row}`"] = None
+                if run["cpu"] != machine["cpu"]:
+                    names.setdefault(run["cpu"], {})[f"`{row}`"] = None
     return "".join(
         f" On {cpu}, whose CPU-seconds are not those of the others: {', '.join(rows)}."
         for cpu, rows in names.items()
     )
 
 
-def _format_table(rows: dict[str, Runs], policy_gradients: dict[str, Runs], cpu: str) -> list[str]:
+def _format_table(rows: dict[str, Runs], policy_gradients: dict[str, Runs]) -> list[str]:
     head = [
         "entry",
         "ocr",
@@ -215,7 +184,7 @@ def _format_table(rows: dict[str, Runs], policy_gradients: dict[str, Runs], cpu:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row, runs in rows.items():
         alarms = sum(bool(run["alarms"] or run["stopped"]) for run in runs)
-        best = _find_best_policy_gradient(policy_gradients, _list_conditions(runs, cpu), cpu)
+        best = _find_best_policy_gradient(policy_gradients, _list_cpus(runs))
         cells = [
             row,
             *_format_scores([run["after"] for run in runs]),

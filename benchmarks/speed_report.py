@@ -149,21 +149,15 @@ def list_other_measures(results: Path = RESULTS) -> list[tuple[str, str, str, st
 
 
 def _select_comparable_runs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Select the runs of the two entries on one processor with prompts held out in one way; of
-    several such sets the last of the file.
+    """Select the runs of one processor on which both entries were measured, as CPU-seconds of two
+    are not comparable; of several such processors the last of the file.
     """
-    conditions_of_entries = [
-        {_identify_conditions(run) for run in runs if run["name"] == name}
-        for name in (QUICK, ALL_STEPS)
+    cpus_of_entries = [
+        {run["cpu"] for run in runs if run["name"] == name} for name in (QUICK, ALL_STEPS)
     ]
-    shared = set.intersection(*conditions_of_entries)
-    conditions = [_identify_conditions(run) for run in runs if _identify_conditions(run) in shared]
-    return [run for run in runs if _identify_conditions(run) == conditions[-1]]
-
-
-def _identify_conditions(run: dict[str, Any]) -> tuple[str | None, str | None]:
-    # CPU-seconds of two processors, and scores on other prompts, are not comparable.
-    return run.get("cpu"), run.get("split")
+    shared = set.intersection(*cpus_of_entries)
+    cpus = [run["cpu"] for run in runs if run["cpu"] in shared]
+    return [run for run in runs if run["cpu"] == cpus[-1]]
 
 
 def _median_seconds_to_goal(runs: list[dict[str, Any]], name: str) -> float:

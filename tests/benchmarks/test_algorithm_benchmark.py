@@ -7,11 +7,17 @@ import json
 import pytest
 import yaml
 
-from benchmarks.algorithms import ENTRIES, build_recipe, identify_run
+from benchmarks import algorithms
+from benchmarks.algorithms import (
+    ENTRIES,
+    LearningCurve,
+    OutOfTimeError,
+    add_run,
+    build_recipe,
+)
 from benchmarks.algorithms_report import (
     BOTH_GOALS,
     OCR_GOAL,
-    SPLIT_OF_SEED,
     TITLES,
     interpolate_score,
     interpolate_seconds,
@@ -63,12 +69,50 @@ def test_the_goal_is_passed_between_two_evaluations(scores, seconds):
     assert interpolate_seconds(curve, 0.9) == (None if seconds is None else pytest.approx(seconds))
 
 
-def test_a_run_on_other_held_out_prompts_takes_no_place_of_one_that_is_there():
-    older_run = {"name": "crd", "seed": 1, "cpu_seconds": 45.0}
-    newer_run = older_run | {"split": SPLIT_OF_SEED}
-    assert identify_run(older_run) != identify_run(newer_run)
-    assert identify_run(newer_run) == identify_run(newer_run | {"cpu_seconds": 20.0})
-    assert identify_run(newer_run) != identify_run(newer_run | {"seed": 2})
+def test_a_run_takes_the_place_of_the_one_of_its_entry_and_seed():
+    order = ["crd", "awm"]
+    results: dict = {"runs": []}
+    for name, seed, steps in (("awm", 0, 1), ("crd", 1, 2), ("crd", 0, 3), ("crd", 1, 4)):
+        results = add_run(results, {"name": name, "seed": seed, "steps": steps}, order)
+    assert [run["steps"] for run in results["runs"]] == [3, 4, 1]
+    machine = results["machine"]
+    # An entry that is gone from the YAML leaves the results; the machine is that of the first runs.
+    results = add_run(
+        results | {"machine": machine | {"cpu": "first"}},
+        {"name": "awm", "seed": 0, "steps": 5},
+        ["awm"],
+    )
+    assert [run["steps"] for run in results["runs"]] == [5]
+    assert results["machine"]["cpu"] == "first"
+
+
+def test_evaluations_take_no_seconds_of_a_run(monkeypatch):
+    clock = [100.0]
+
+    def score(guardrails):
+        clock[0] += 50
+        return {"ocr": 0.5}
+
+    monkeypatch.setattr(algorithms.time, "process_time", lambda: clock[0])
+    curve = LearningCurve(score, cpu_seconds=4.0)
+    curve.start({"ocr": 0.25})
+
+    def train():
+        for step in range(9):
+            clock[0] += 1.5
+            curve.log_step({"loss": 1.0}, step)
+
+    with pytest.raises(OutOfTimeError):
+        train()
+    curve.finish({"ocr": 0.75})
+    assert [metrics["cpu_seconds"] for metrics in curve.training] == [1.5, 3.0, 4.5]
+    # At 1.5 seconds none is due; the one at 3.0 moves the next to 5.0.
+    assert [(point["cpu_seconds"], point["steps"]) for point in curve.points] == [
+        (0.0, 0),
+        (3.0, 2),
+        (4.5, 3),
+    ]
+    assert curve.points[-1]["ocr"] == 0.75
 
 
 def test_the_other_reader_is_read_at_the_moment_of_the_goal():
@@ -108,8 +152,7 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
         "steps": 7,
         "stopped": "",
         "alarms": [],
-        "evaluate_every": 4.0,
-        "split": SPLIT_OF_SEED,
+        "cpu": "x",
         "commit": "1a2b3c4",
     }
     curve = {"curve": [point, {"cpu_seconds": 40.0, "ocr": 0.95}]}
@@ -125,15 +168,9 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
         for seed in (0, 1)
     ]
     runs.append(runs[0] | {"name": "tdm", "kind": "students", "teacher": scores | {"ocr": 0.875}})
-    newer = {"evaluate_every", "split", "commit"}
-    older_run = {key: value for key, value in runs[0].items() if key not in newer}
-    runs.append(older_run | {"name": "awm"})
-    runs[1]["cpu"] = "x"
-    runs[3]["cpu"] = "y"
-    # The same entry, measured on strings that each seed has of its own and before: two rows.
+    runs.append(runs[0] | {"name": "awm", "cpu": "y", "commit": "5d6e7f8"})
     readings = [point | {"tesseract": 0.25}, {"cpu_seconds": 40.0, "ocr": 0.95, "tesseract": 0.97}]
     runs.append(runs[0] | {"name": "dgpo", "curve": readings})
-    runs.append(older_run | {"name": "dgpo", "evaluate_every": 4.0, "cpu": "x"})
     # Neither the fastest, on another processor, nor the next, which one of its seeds alone has
     # reached, is the best policy gradient.
     for name, seconds, keys in (
@@ -159,13 +196,11 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
     assert "| 8.9 (1 of 2) | – | – | – | – | 7 | 0 of 2 |" in page
     # tesseract rises from .25 to .97 while the OCR rises from .5 to .95: .89 at the goal
     assert f"| dgpo | {scores} | 36 | 2.00 | 0.89 | 37 | 2.09 | 7 | 0 of 1 |" in page
-    # of an older row the goal's seconds are known, and no policy gradient was measured like it
-    assert f"| dgpo † | {scores} | 36 | – | – | – | – | 7 | 0 of 1 |" in page
-    assert "a fifth of what has passed (measured at 1a2b3c4)." in page
-    assert "| awm †° | 0.95 |" in page
-    assert "On y, whose CPU-seconds are not those of the others: `gardo`, `awm †°`." in page
+    # on another processor it is a share of what gardo takes there
+    assert f"| awm | {scores} | 36 | 8.00 | – | – | – | 7 | 0 of 1 |" in page
+    assert "a fifth of what has passed (measured at 1a2b3c4, 5d6e7f8)." in page
+    assert "On y, whose CPU-seconds are not those of the others: `gardo`, `awm`." in page
     assert "On x, whose" not in page
-    assert "of the policy gradients: `gardo`, `mix_grpo`, `flow_grpo`." in page
     assert "| teacher of tdm, evaluated alike | 0.88 | 0.80 | – | 0.70 | 1.90 |" in page
     assert "teacher of crd" not in page
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
