@@ -92,8 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int | None:
     """Count the workers of ``--numprocesses auto``: three for two cores, where memory has room.
 
-    Tests wait for servers, for other processes and for limits that they set; with a worker for each
-    core a quarter of the cores' time was idle.
+    Tests wait for servers, for other processes and for limits that they set.
     """
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None  # xdist's own hook reads it

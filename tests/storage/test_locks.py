@@ -34,13 +34,15 @@ def test_a_folder_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
             pass
 
 
+def refuse_lock(*_: object) -> None:
+    """As ``fcntl.flock`` of a file system without locks."""
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 def test_a_file_system_without_locks_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", without)
+    monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", refuse_lock)
     with (
         pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"),
         lock_folder(tmp_path),
@@ -149,9 +151,6 @@ def test_what_another_process_takes_for_abandoned_is_created_again(
 def test_without_locks_a_file_is_created_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", without)
+    monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", refuse_lock)
     with create_locked(tmp_path / "partial", Path.mkdir):
         assert (tmp_path / "partial").is_dir()
