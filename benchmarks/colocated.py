@@ -29,7 +29,8 @@ from benchmarks.online_modes import FileRecorder
 from ebbflow.data.prompts import read_prompts, write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.models.prepare import train_base_folder
-from ebbflow.online.loop import run_online_stage, train_online_folder
+from ebbflow.online.loop import run_online_stage
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.stage import StageContext, StageFolders

@@ -29,7 +29,7 @@ PRELOADED = (
     "tasks.evaluate_policy",
     "tasks.generate_rollouts",
     "ebbflow.offline.training",
-    "ebbflow.online.loop",
+    "ebbflow.online.train_folder",
     "ebbflow.tracking.nodes",
 )
 """What a rank imports before its first step; the fork server imports it once for all of them."""

@@ -67,7 +67,7 @@ def train_stage(
     """Run the stage and log it as a node. With ``actors``, ``base`` and ``teachers`` are not read:
     actors fetch their own.
     """
-    from ebbflow.online.loop import train_online_folder
+    from ebbflow.online.train_folder import train_online_folder
     from ebbflow.stage import MetricsRecorder, StageFolders
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_stage

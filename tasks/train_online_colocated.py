@@ -59,7 +59,7 @@ def train_stage_in_group(
         teachers: URIs of their policy folders, by the copy that each becomes.
         anchor: tables and latents of the stage's anchor.
     """
-    from ebbflow.online.loop import train_online_folder
+    from ebbflow.online.train_folder import train_online_folder
     from ebbflow.stage import StageFolders
 
     # Samples wait in main memory, and travel from there to other ranks.

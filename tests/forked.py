@@ -29,7 +29,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
-    "ebbflow.online.loop",
+    "ebbflow.online.train_folder",
     "ebbflow.offline.training",
     "ebbflow.models.families.glyph",
     "ebbflow.models.glyph_training.train",

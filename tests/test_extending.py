@@ -31,7 +31,8 @@ from ebbflow.models.families.glyph import encode_grey_images
 from ebbflow.models.prepare import copy_base_folder
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.shards import read_latents
-from ebbflow.online.loop import run_online_stage, train_online_folder
+from ebbflow.online.loop import run_online_stage
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.online.workers import open_local_workers
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe

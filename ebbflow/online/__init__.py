@@ -2,9 +2,9 @@
 memory.
 
 Where it fits
-    ``tasks/train_online.py`` calls ``train_online_folder`` with a policy folder and gets a trained
-    one. Below it are the rooms that do the work: ``rollouts`` (engines), ``rewards`` (scorers),
-    ``training`` (the update) and ``algorithms`` (the loss).
+    ``tasks/train_online.py`` calls ``train_online_folder`` (``train_folder.py``) with a policy
+    folder and gets a trained one. Below it are the rooms that do the work: ``rollouts`` (engines),
+    ``rewards`` (scorers), ``training`` (the update) and ``algorithms`` (the loss).
 
 Why
     A Flyte node costs a pod start and a model load. An online stage trains hundreds of steps on

@@ -13,26 +13,21 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ebbflow.algorithms.advantages import AdvantageResult, compute_reward_moments
 from ebbflow.data.prompt_windows import build_prompt_windows
-from ebbflow.data.prompts import Prompt, read_prompts
+from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import StageRecord
-from ebbflow.extras import require
-from ebbflow.models.context_parallel import require_shareable_stage
 from ebbflow.models.encoding import Embeddings, PromptWindows
-from ebbflow.offline.anchor import open_anchor
-from ebbflow.online.colocated import ColocatedTrainingWorker, ColocatedWorkers, open_queue
+from ebbflow.online.colocated import open_queue
 from ebbflow.online.in_flight import list_steps_in_flight, load_in_flight, save_in_flight
 from ebbflow.online.messages import RolloutBatch, TrainingReport
-from ebbflow.online.monitor import StageMonitor, read_validation_prompts
+from ebbflow.online.monitor import StageMonitor
 from ebbflow.online.parity_gate import check_parity
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import count_steps_ahead
-from ebbflow.online.sample_workers import RolloutWorker
 from ebbflow.online.statistics_alarm import watch_statistics
 from ebbflow.online.step_advantages import (
     compute_step_advantages,
@@ -47,118 +42,14 @@ from ebbflow.online.step_metrics import (
 )
 from ebbflow.online.timeline import add_seconds
 from ebbflow.online.training_worker import TrainingWorker
-from ebbflow.online.workers import LocalWorkers, StageWorkers
-from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored_share
-from ebbflow.rollouts.engine import open_engine
-from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
+from ebbflow.online.workers import StageWorkers
+from ebbflow.rewards.combine import ScoreTable, require_scored_share
+from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.checkpoint import Checkpoints
-from ebbflow.training.distributed import Ranks
-from ebbflow.training.group_checkpoints import GroupCheckpoints
-from ebbflow.training.policy_io import load_policy, read_prompt_statistics
-from ebbflow.training.policy_metadata import read_policy_metadata
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm
-from ebbflow.training.update import PolicyUpdater
-
-if TYPE_CHECKING:
-    from ebbflow.online.ray_actor import ActorFolders
 
 logger = logging.getLogger(__name__)
-
-
-def train_online_folder(
-    ctx: StageContext,
-    folders: StageFolders,
-    recorder: MetricsRecorder,
-    actors: ActorFolders | None = None,
-    checkpoints: Checkpoints | None = None,
-    replicas: int = 1,
-    context_parallel: int = 1,
-) -> StageRecord:
-    """Run the stage on the policy of ``folders.policy`` and leave the trained one at
-    ``folders.output``.
-
-    Args:
-        actors: where workers under ``placement: ray`` find what they load; by default at the paths
-            of ``folders`` on every machine.
-        checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
-        replicas: as of ``Policy``, under ``placement: colocated``.
-        context_parallel: as of ``Policy``; under ``placement: ray``, of the training group.
-
-    Raises:
-        ModelError: the tokens of a sample cannot be shared.
-        Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
-    """
-    require_shareable_stage(ctx.online_config, context_parallel)
-    if checkpoints and ctx.online_config.placement == "colocated":
-        checkpoints = GroupCheckpoints.of_group(checkpoints)
-    validation = read_validation_prompts(ctx, folders.prompts)
-    training = read_prompts(folders.prompts, "train")
-    # Models take minutes to load, so a SIGTERM counts from here on. Workers are closed after an
-    # error, too: Ray actors would keep their GPUs.
-    with (
-        handle_sigterm(),
-        closing(open_workers(ctx, folders, actors, replicas, context_parallel)) as workers,
-    ):
-        metadata = read_policy_metadata(folders.policy)
-        state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
-        loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
-
-        # One event loop for both: on Ray the policy folder comes from rank 0 by calls that are
-        # awaited like those of the steps.
-        async def run_and_save() -> StageRecord:
-            # Of the first rank: the ranks of a stage have GPUs of one kind.
-            devices = await workers.training.call(TrainingWorker.describe_device)
-            recorder.log_tags(devices[0])
-            record = await loop.run()
-            await workers.save_policy(folders.output, record, state.history)
-            return record
-
-        return asyncio.run(run_and_save())
-
-
-def open_workers(
-    ctx: StageContext,
-    folders: StageFolders,
-    actors: ActorFolders | None = None,
-    replicas: int = 1,
-    context_parallel: int = 1,
-) -> StageWorkers:
-    """Open the stage's workers, on the policy of ``folders.policy``."""
-    if ctx.online_config.placement == "ray":
-        # Ray is imported by those who use it: a stage in one process starts without it.
-        require("placement: ray", "ray")
-        from ebbflow.online.ray_actor import ActorFolders
-        from ebbflow.online.ray_workers import RayWorkers
-
-        same_paths = ActorFolders.from_paths(folders.base, folders.policy, folders.teachers)
-        return RayWorkers(ctx, actors or same_paths, context_parallel)
-    ranks = Ranks.current()
-    policy, metadata = load_policy(
-        ctx,
-        folders.base,
-        folders.policy,
-        folders.teachers,
-        ranks.world > 1,
-        replicas,
-        context_parallel,
-    )
-    # Only validations score guardrails; without one their networks need no memory.
-    guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
-    scorer = load_scorer(ctx.branch_recipe.rewards, guardrails)
-    updater = PolicyUpdater(policy, ctx.online_config, metadata)
-    updater.anchor = open_anchor(ctx, policy.model, folders.anchor)
-    if ctx.online_config.placement == "colocated":
-        return ColocatedWorkers(
-            ColocatedTrainingWorker(ctx, updater, metadata, ranks.rank, scorer), scorer
-        )
-    trainer = TrainingWorker(ctx, updater, metadata, scorer=scorer)
-    rollout_worker = None
-    # Another engine holds weights of its own. The reference engine has none: ``LocalWorkers`` lets
-    # it generate with the trainer's.
-    if ctx.online_config.engine != "diffusers":
-        rollout_worker = RolloutWorker(open_engine(ctx, folders.base))
-    return LocalWorkers(trainer, scorer, rollout_worker)
 
 
 def run_online_stage(
@@ -201,6 +92,8 @@ class OnlineLoop:
         self.steps_ahead = count_steps_ahead(self.config)
         self.judges = ctx.latent_judges
         self.reshapes_advantages = self.config.hyper_parameters.reshapes_advantages
+        # The reference engine is what the gate compares others with.
+        self.has_parity_gate = self.config.engine != "diffusers"
         self.workers = workers
         self.validation = validation
         self.recorder = recorder
@@ -252,9 +145,11 @@ class OnlineLoop:
             pushed = {"push/bytes": queue.weights.size, "push/seconds": time.time() - start}
             # The gate comes after the push, because it measures the engine with the weights that it
             # is about to generate with.
-            pushed |= await check_parity(self.ctx, queue, step, loop.first_step)
+            if self.has_parity_gate:
+                pushed |= await check_parity(self.ctx, queue, step, loop.first_step)
             # The time of validation and checkpoints is not the step's: its start moves by it.
-            start += await monitor.validate_policy(step)
+            if self.config.validation:
+                start += await monitor.validate_policy(step)
             # After the validation, whose score goes into the checkpoint: the best one is chosen by
             # it.
             if self.checkpoints:
@@ -348,7 +243,8 @@ class OnlineLoop:
         """
         # No step has published weights yet, and another engine generates nothing without them.
         self.queue.weights = await self.workers.publish_weights(0)
-        await check_parity(self.ctx, self.queue, 0, 0)
+        if self.has_parity_gate:
+            await check_parity(self.ctx, self.queue, 0, 0)
         # Made as those of step 0.
         prompt_ids: list[int] = []
         tables: list[ScoreTable] = []

@@ -23,14 +23,12 @@ engine that ignores adapters shows it once they have changed anything.
 async def check_parity(
     ctx: StageContext, queue: RolloutQueue, step: int, first_step: int
 ) -> dict[str, float]:
-    """Measure the engine before the stage's first steps, and then every ``parity.every`` steps.
+    """Measure an engine other than the reference before the stage's first steps, and then every
+    ``parity.every`` steps.
 
     Raises:
         ParityError: it does not generate what the training policy would.
     """
-    # The reference is what others are compared with.
-    if ctx.online_config.engine == "diffusers":
-        return {}
     # A stage that resumes counts from there, because its engine is a new one.
     transfers = step - first_step
     if transfers > CHECKED_TRANSFERS and transfers % ctx.online_config.parity.every:

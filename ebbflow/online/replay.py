@@ -16,10 +16,11 @@ from typing import Never
 from ebbflow.algorithms.advantages import AdvantageResult
 from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt, read_prompts
-from ebbflow.online.loop import OnlineLoop, open_workers
+from ebbflow.online.loop import OnlineLoop
 from ebbflow.online.messages import RolloutBatch, TrainingReport
 from ebbflow.online.monitor import build_sample_rows
 from ebbflow.online.step_metrics import compute_score_means
+from ebbflow.online.train_folder import open_workers
 from ebbflow.online.workers import StageWorkers
 from ebbflow.recipe.online import ResourcesConfig
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders

@@ -24,8 +24,8 @@ from ebbflow.evaluation.evaluate import (
 )
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.models import load_model
-from ebbflow.online.loop import train_online_folder
 from ebbflow.online.monitor import build_validation_requests
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.evaluation import EvaluationConfig

@@ -5,9 +5,9 @@ As a script it is ``pyflyte``, or ``ebbflow`` where the first argument is ``turn
 the function (counted in its process) begins, and ``module:function:n:after`` as it ends. With
 ``module:function:n:sigterm`` the script alone gets a SIGTERM, as from Kubernetes, and with
 ``module:function:n:sigint`` the whole process group a SIGINT, as from a terminal. A function is
-named where it is looked up: ``ebbflow.online.loop:save_policy`` and not where it is defined; a
-method as ``module:Class.method:n``. Ranks of a training group import this script too, so that they
-die at their calls as well.
+named where it is looked up: ``ebbflow.online.training_worker:save_policy`` and not where it is
+defined; a method as ``module:Class.method:n``. Ranks of a training group import this script too, so
+that they die at their calls as well.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_offline_folder
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.recipe import load_recipe
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders

@@ -21,10 +21,10 @@ from torch import Tensor
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.models.pipeline import PipelineModel
-from ebbflow.online import loop
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online import train_folder
 from ebbflow.online.messages import RolloutBatch
 from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.rewards.combine import Scorer
@@ -189,7 +189,9 @@ def run_stage(
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),)))
+        patch.setattr(
+            train_folder, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),))
+        )
         patch.setattr(RolloutQueue, "next_batch", watch_batch)
         patch.setattr(PipelineModel, "decode_latents", count_decoded)
         trained = folder / f"trained-{name}"

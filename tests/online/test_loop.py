@@ -10,7 +10,7 @@ from loop_cases import NFT, keys_of
 from ebbflow.algorithms.base import Algorithm, compute_flow_matching_error, select_groups
 from ebbflow.models.base import predict
 from ebbflow.models.families.glyph import GlyphModel
-from ebbflow.online import step_advantages
+from ebbflow.online import loop, step_advantages
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.rewards.base import Reward, RewardResult
@@ -462,6 +462,14 @@ def test_the_drift_alarm_stands_in_the_record(run):
     assert len(record.alarms) == 1
     assert record.alarms[0].startswith("velocity drift ")
     assert [metrics["alarm/velocity_drift"] for metrics in logged] == [0, 1, 1]
+
+
+def test_the_reference_engine_is_not_compared_with_itself(run, monkeypatch):
+    async def fail(*arguments):
+        raise AssertionError("the gate looked at the reference engine")
+
+    monkeypatch.setattr(loop, "check_parity", fail)
+    run(steps=1)
 
 
 def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatch):

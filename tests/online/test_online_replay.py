@@ -12,9 +12,9 @@ import pytest
 
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.online import loop, replay
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online import replay, train_folder
 from ebbflow.online.replay import replay_online_step
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
@@ -52,7 +52,7 @@ def train(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatch)
     """``train(policy, **online)``: a stage that dumps every step; (its context, start, prompts,
     checkpoints, rows, files).
     """
-    monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
+    monkeypatch.setattr(train_folder, "load_scorer", lambda rewards, guardrails: scorer)
 
     def run(policy, **online):
         prompts = [*make_prompts(9), *make_prompts(3, "validation")]

@@ -34,7 +34,7 @@ from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import PROMPTS
 from ebbflow.online import ray_workers
-from ebbflow.online.loop import OnlineLoop, train_online_folder
+from ebbflow.online.loop import OnlineLoop
 from ebbflow.online.ray_actor import ActorFolders, pin_to_cores
 from ebbflow.online.ray_workers import (
     NoReplacement,
@@ -44,6 +44,7 @@ from ebbflow.online.ray_workers import (
     ResultGone,
     TrainingDied,
 )
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.online.workers import StageError, WorkerDied
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.registry import configure_reward

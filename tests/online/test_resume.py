@@ -13,9 +13,9 @@ import pytest
 from ebbflow.data import prompt_windows
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.online import loop, monitor, training_worker
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online import monitor, train_folder, training_worker
 from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
@@ -61,7 +61,7 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
     write_prompts(
         pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), tmp_path / "prompts.parquet"
     )
-    monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
+    monkeypatch.setattr(train_folder, "load_scorer", lambda rewards, guardrails: scorer)
 
     def run(name, kill=None, preempted=None, policy=None, **online):
         recipe = make_recipe(
@@ -284,7 +284,9 @@ def test_a_stage_that_chooses_its_prompts_ends_with_the_same_bytes(
     attempt, monkeypatch, window_size
 ):
     monkeypatch.setattr(prompt_windows, "PROMPTS_PER_WINDOW", window_size)
-    monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),)))
+    monkeypatch.setattr(
+        train_folder, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),))
+    )
     online = {"mode": "one_step_off", "refill_rounds": 2, "curriculum": {"weight": "low_reward"}}
     online["prompt_filter"] = {"prompts": 8, "samples": 2, "min_reward": 0.1}
     whole = attempt("whole", **online)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from benchmarks.tiny_models import build_tiny
 from ebbflow.models.base import ModelError
 from ebbflow.models.sizes import check_shared_tokens
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import write_new_folder

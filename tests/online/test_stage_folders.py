@@ -16,8 +16,8 @@ from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.flow.windows import plan_window
 from ebbflow.models import load_model
-from ebbflow.online import loop, rollout_queue
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online import rollout_queue, train_folder
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.resume import SIGTERM_CAME
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
@@ -35,7 +35,7 @@ from tests.parameters import changed, move
 
 @pytest.fixture(autouse=True)
 def _free_reward(scorer, monkeypatch):
-    monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
+    monkeypatch.setattr(train_folder, "load_scorer", lambda rewards, guardrails: scorer)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_sigterm_while_models_are_loaded_is_a_request(
         requested.append(SIGTERM_CAME.is_set())
         raise LoadsNoMoreError
 
-    monkeypatch.setattr(loop, "open_workers", open_workers)
+    monkeypatch.setattr(train_folder, "open_workers", open_workers)
     # Without the stage's handler the signal would end this process.
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:

@@ -11,8 +11,8 @@ import pytest
 
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.online import loop
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online import train_folder
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
@@ -34,7 +34,7 @@ POLICY_GRADIENT |= {"sampler": {"name": "cps", "eta": 1.0, "steps": 2}}
 @pytest.fixture
 def train(base_folder, make_prompts, scorer, tmp_path, monkeypatch):
     """``train(recipe)``: the policy folders of its stages, and their metrics."""
-    monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
+    monkeypatch.setattr(train_folder, "load_scorer", lambda rewards, guardrails: scorer)
     write_prompts(
         pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(9)], PROMPTS),
         tmp_path / "prompts.parquet",

@@ -14,7 +14,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder

@@ -21,7 +21,7 @@ from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.records import TrackedRun
 from ebbflow.data.schema import PROMPTS
 from ebbflow.models.hub import HubError
-from ebbflow.online.loop import train_online_folder
+from ebbflow.online.train_folder import train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
