@@ -36,12 +36,14 @@ CopyName = Literal[
     "recent",
     "surrogate",
     "surrogate_old",
+    "guided_reference",
 ]
 """``rollout``: the policy as it was before the first update on the samples, of a step online, of
 the stage offline. ``fake``: the fake score network of distribution matching. ``surrogate``: the
 denoiser that learns the reward of a few-step student (``SurrogateRows``), and ``surrogate_old`` its
 moving average; ``fake`` and ``surrogate`` are the copies that are trained. ``recent``: the policy
-at the last reset of the reference (``ReferenceConfig.is_reset``).
+at the last reset of the reference (``ReferenceConfig.is_reset``). ``guided_reference``: what the
+reference predicts under guidance, where the penalty pulls there; no loss asks for it.
 """
 FollowingName = Literal["old", "sampling", "fake", "recent", "surrogate", "surrogate_old"]
 FOLLOWING: tuple[FollowingName, ...] = get_args(FollowingName)

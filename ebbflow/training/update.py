@@ -304,7 +304,7 @@ class PolicyUpdater:
 
         # What needs no gradient comes first, for all slices at once, so that each copy is swapped
         # in and out once.
-        copies, anchor = self._predict_copies(batch, slices, teacher_rows)
+        copies = self._predict_copies(batch, slices, teacher_rows)
         # Where the loss needs the base model anyway, the drift is measured at all rows.
         base_velocity = copies.get("reference")
         drift_stride = 1
@@ -325,9 +325,7 @@ class PolicyUpdater:
             if "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies:
                 # No weight has moved since the rollout: its prediction is the policy's own.
                 copy_velocities["rollout"] = velocity.detach()
-            loss, metrics = compute_loss(
-                batch, part, velocity, copy_velocities, None if anchor is None else anchor[part]
-            )
+            loss, metrics = compute_loss(batch, part, velocity, copy_velocities)
             norm = add_gradient(
                 self.policy,
                 loss,
@@ -356,16 +354,14 @@ class PolicyUpdater:
         part: slice,
         velocity: Tensor,
         copies: Mapping[CopyName, Tensor],
-        anchor: Tensor | None,
     ) -> tuple[Tensor, RowMetrics]:
-        """Return the loss of each row with its weight and the penalty for leaving ``anchor``, and
-        the metrics of each row, all [m].
+        """Return the loss of each row with its weight and the reference penalty, and the metrics of
+        each row, all [m].
 
         Args:
             part: the m rows.
             velocity: of the policy there, [m, ...], with its graph.
             copies: of the policy copies there, [m, ...].
-            anchor: what the reference penalty pulls to, [m, ...]; None without one.
         """
         rows = replace(
             batch.build_rows(part, velocity, copies),
@@ -381,9 +377,10 @@ class PolicyUpdater:
                 )
         # The correction weighs the algorithm's term alone, not the penalty.
         loss = loss * batch.weight[part]
-        if anchor is not None:
+        if self.stage.reference.weight > 0:
+            target: CopyName = "guided_reference" if self.guides_reference else self.reference_copy
             divergence, weight = compute_penalty(
-                self.stage.reference, rows, velocity, anchor, self.reference_copy
+                self.stage.reference, rows, velocity, copies[target], self.reference_copy
             )
             loss = loss + weight * divergence
             metrics = metrics | {"kl/reference": divergence}
@@ -395,7 +392,6 @@ class PolicyUpdater:
         part: slice,
         velocity: Tensor,
         copies: Mapping[CopyName, Tensor],
-        anchor: Tensor | None,
     ) -> tuple[Tensor, RowMetrics]:
         """Return what ``_compute_loss`` returns, of samples of several latents: over the loss of
         each latent.
@@ -408,7 +404,6 @@ class PolicyUpdater:
                 part,
                 velocity[:, latent.elements],
                 {name: values[:, latent.elements] for name, values in copies.items()},
-                None if anchor is None else anchor[:, latent.elements],
             )
             losses.append(loss)
             metrics.append(latent_metrics)
@@ -416,10 +411,9 @@ class PolicyUpdater:
 
     def _predict_copies(
         self, batch: RowBatch, slices: list[slice], teacher_rows: Mapping[str, Tensor]
-    ) -> tuple[dict[CopyName, Tensor], Tensor | None]:
-        """Return the predictions of the copies that the loss needs, [M, ...] each, and what the
-        reference penalty pulls to, [M, ...]; None without a penalty. Of several teachers it is the
-        prediction of each row's own.
+    ) -> dict[CopyName, Tensor]:
+        """Return the predictions of the copies that the loss and the reference penalty need,
+        [M, ...] each. Of several teachers it is the prediction of each row's own.
         """
         reference = self.stage.reference
         needed = set(self.algorithm.copies(self.hyper))
@@ -439,10 +433,10 @@ class PolicyUpdater:
         if self.guides_reference:
             # A guided reference is another prediction than the copy's: that is without guidance.
             guided = batch.inputs.with_guidance(reference.guidance, reference.guidance_2)
-            return velocities, predict_velocities_of_copy(
+            velocities["guided_reference"] = predict_velocities_of_copy(
                 self.policy, self.reference_copy, guided, slices
             )
-        return velocities, velocities[self.reference_copy] if reference.weight > 0 else None
+        return velocities
 
     def _predict_base(
         self, inputs: ForwardInputs, slices: list[slice]

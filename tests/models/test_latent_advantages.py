@@ -181,7 +181,7 @@ def test_a_reward_of_one_latent_has_no_gradient_at_the_other(begin, judged):
     """At the old policy, where the gradient of NFT is 2 p - 1 times that of the error: 0 of an
     advantage of 0. Weights of 1 each, so that the advantages alone keep the latents apart.
     """
-    ctx, updater = begin(JPEG)
+    ctx, updater = begin(JPEG, reference={"weight": 0})
     model = updater.policy.model
     wanted = prompts("ltx2", SHORT[:2])
     names = list(model.latent_shape.parts)
@@ -200,9 +200,8 @@ def test_a_reward_of_one_latent_has_no_gradient_at_the_other(begin, judged):
     with torch.no_grad():
         velocity = predict(model, *batch.inputs.model_arguments(slice(None)))
     velocity.requires_grad_()
-    loss, _ = updater._compute_split_loss(
-        batch, slice(None), velocity, {"old": velocity.detach()}, None
-    )
+    copies = {"old": velocity.detach()}
+    loss, _ = updater._compute_split_loss(batch, slice(None), velocity, copies)
     (gradient,) = torch.autograd.grad(loss.sum(), velocity)
     parts = model.latent_shape.slice_parts()
     (other,) = parts.keys() - {judged}

@@ -52,7 +52,7 @@ def velocities(updater, batch):
 def loss_of(updater, batch):
     """(the loss of each row, its gradient at the velocity, the metrics)."""
     velocity, old = velocities(updater, batch)
-    loss, metrics = updater._compute_split_loss(batch, slice(None), velocity, {"old": old}, None)
+    loss, metrics = updater._compute_split_loss(batch, slice(None), velocity, {"old": old})
     (gradient,) = torch.autograd.grad(loss.sum(), velocity)
     return loss.detach(), gradient, metrics
 
@@ -66,7 +66,7 @@ def test_elements_are_averaged_within_each_latent():
 
 @pytest.mark.parametrize("weights", [{}, {"sound": 3.0}, {"video": 0.0}])
 def test_the_loss_is_the_weighted_average_of_the_losses_of_the_latents(model, weights):
-    updater = updater_of(model, NFT, LORA, latent_weights=weights)
+    updater = updater_of(model, NFT, LORA, latent_weights=weights, reference={"weight": 0})
     batch = forward_rows(model, updater.stage)
     loss, gradient, metrics = loss_of(updater, batch)
 
@@ -86,7 +86,8 @@ def test_the_loss_is_the_weighted_average_of_the_losses_of_the_latents(model, we
 
 @pytest.mark.parametrize("silent", ["video", "sound"])
 def test_a_latent_of_weight_zero_has_no_gradient_at_its_velocity(model, silent):
-    updater = updater_of(model, NFT, LORA, latent_weights={silent: 0.0})
+    weights = {silent: 0.0}
+    updater = updater_of(model, NFT, LORA, latent_weights=weights, reference={"weight": 0})
     _, gradient, metrics = loss_of(updater, forward_rows(model, updater.stage))
     parts = model.latent_shape.slice_parts()
     (other,) = parts.keys() - {silent}
