@@ -1,15 +1,13 @@
-import io
 import json
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from prompt_cases import write_file
 
 from ebbflow.data import files
 from ebbflow.data.prompt_files import read_prompt_file
@@ -46,12 +44,6 @@ ROWS = st.lists(
     min_size=3,
     max_size=20,
 )
-
-
-def written(folder: Path, name: str, content: str | bytes) -> Path:
-    path = folder / name
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
 
 
 def test_glyph_prompts_are_unique_quoted_and_repeatable():
@@ -98,8 +90,8 @@ def test_every_format_gives_the_same_rows(tmp_path):
         {"prompt": 'a card "HI"', "negative_prompt": None, "target": "BYE", "style": "paper"},
         {"prompt": "a tree", "negative_prompt": None, "target": None, "style": "oil"},
     ]
-    jsonl = written(tmp_path, "p.jsonl", "\n".join(map(json.dumps, records)))
-    csv = written(
+    jsonl = write_file(tmp_path, "p.jsonl", "\n".join(map(json.dumps, records)))
+    csv = write_file(
         tmp_path,
         "p.csv",
         'prompt,negative_prompt,target,style\r\n"a sign ""OPEN"" and ""LATE""",blurry,,neon\r\n'
@@ -108,8 +100,8 @@ def test_every_format_gives_the_same_rows(tmp_path):
     parquet = tmp_path / "p.parquet"
     pq.write_table(pa.Table.from_pylist(records), parquet)
     expected = [("OPEN LATE", "blurry", "neon"), ("BYE", "", "paper"), (None, "", "oil")]
-    json_file = written(tmp_path, "p.json", json.dumps(records, indent=1))
-    tsv = written(
+    json_file = write_file(tmp_path, "p.json", json.dumps(records, indent=1))
+    tsv = write_file(
         tmp_path,
         "p.tsv",
         'prompt\tnegative_prompt\ttarget\tstyle\na sign "OPEN" and "LATE"\tblurry\t\tneon\n'
@@ -125,7 +117,7 @@ def test_every_format_gives_the_same_rows(tmp_path):
 
 
 def test_text_file_with_typographic_quotes_duplicates_and_empty_lines(tmp_path):
-    path = written(
+    path = write_file(
         tmp_path,
         "p.txt",
         b"\xef\xbb\xbf" + "a sign “GO”\r\n\n  a sign “GO” \n   \na tree\u2028with a pond".encode(),
@@ -142,7 +134,7 @@ def test_text_file_with_typographic_quotes_duplicates_and_empty_lines(tmp_path):
     "prompt", ["“" * 2**17, '"x' + "“" * 2**17, "“" * 2**17 + '"', "“ ”" + "“a" * 2**17], ids=len
 )
 def test_quotes_that_nothing_closes_take_linear_time(tmp_path, prompt):
-    path = written(tmp_path, "p.txt", prompt)
+    path = write_file(tmp_path, "p.txt", prompt)
     with at_most_cpu_seconds(60):
         (row,), _ = read_prompt_file(path)
     assert row.target is None
@@ -161,7 +153,7 @@ def test_quotes_that_nothing_closes_take_linear_time(tmp_path, prompt):
     ],
 )
 def test_the_target_is_what_pairs_of_quotes_enclose(tmp_path, prompt, target):
-    (row,), _ = read_prompt_file(written(tmp_path, "p.txt", prompt))
+    (row,), _ = read_prompt_file(write_file(tmp_path, "p.txt", prompt))
     assert row.target == target
 
 
@@ -171,7 +163,7 @@ def test_the_first_of_duplicates_is_kept_and_metadata_has_sorted_keys(tmp_path):
         '{"a": 9, "prompt": " x "}',
         '{"prompt": "x", "negative_prompt": "y"}',
     ]
-    rows, report = read_prompt_file(written(tmp_path, "p.jsonl", "\n".join(lines)))
+    rows, report = read_prompt_file(write_file(tmp_path, "p.jsonl", "\n".join(lines)))
     assert rows[0].metadata == '{"a": [2], "b": 1}'
     assert [row.negative_prompt for row in rows] == ["", "y"]
     assert report.duplicates == 1
@@ -224,7 +216,7 @@ def test_the_first_of_duplicates_is_kept_and_metadata_has_sorted_keys(tmp_path):
 )
 def test_malformed_files_name_the_file_the_line_and_the_value(tmp_path, name, content, line, value):
     with pytest.raises(PromptError) as caught:
-        read_prompt_file(written(tmp_path, name, content))
+        read_prompt_file(write_file(tmp_path, name, content))
     for part in (str(tmp_path / name), line, value):
         assert part in str(caught.value)
 
@@ -235,7 +227,7 @@ def test_partiprompts_are_read_with_their_categories(tmp_path):
         '"G I G" painted on a wall\tIllustrations\tWriting & Symbols\t\n'
         "bond\tAbstract\tBasic\tBiology-inspired\n"
     )
-    rows, report = read_prompt_file(written(tmp_path, "PartiPrompts.tsv", content))
+    rows, report = read_prompt_file(write_file(tmp_path, "PartiPrompts.tsv", content))
     assert [(row.prompt, row.target) for row in rows] == [
         ('"G I G" painted on a wall', "G I G"),
         ("bond", None),
@@ -265,7 +257,9 @@ def test_what_vbench_lists_twice_is_one_prompt_of_all_its_dimensions(tmp_path):
             "dimension": ["overall_consistency", "imaging_quality"],
         },
     ]
-    rows, report = read_prompt_file(written(tmp_path, "VBench_full_info.json", json.dumps(items)))
+    rows, report = read_prompt_file(
+        write_file(tmp_path, "VBench_full_info.json", json.dumps(items))
+    )
     assert [row.prompt for row in rows] == ["a beach by Hokusai", "a cat and a dog"]
     assert json.loads(rows[0].metadata) == {
         "dimension": ["appearance_style", "overall_consistency", "imaging_quality"],
@@ -280,7 +274,7 @@ def test_a_prompt_of_dpg_bench_has_all_its_questions(tmp_path):
         ' cat?\np1,"A cat, asleep",,2,1,attribute,state,"attribute - state (cat, asleep)",Is the'
         " cat asleep?\np2,A dog,,1,0,entity,whole,entity - whole (dog),Is there a dog?\n"
     )
-    rows, report = read_prompt_file(written(tmp_path, "dpg_bench.csv", content))
+    rows, report = read_prompt_file(write_file(tmp_path, "dpg_bench.csv", content))
     assert [row.prompt for row in rows] == ["A cat, asleep", "A dog"]
     metadata = json.loads(rows[0].metadata)
     assert (metadata["item_id"], metadata["keywords"], report.duplicates) == ("p1", "", 0)
@@ -311,7 +305,7 @@ def test_rules_and_questions_of_geneval_are_kept(tmp_path):
         },
     ]
     rows, _ = read_prompt_file(
-        written(tmp_path, "evaluation_metadata.jsonl", "\n".join(map(json.dumps, lines)))
+        write_file(tmp_path, "evaluation_metadata.jsonl", "\n".join(map(json.dumps, lines)))
     )
     assert [json.loads(row.metadata) | {"prompt": row.prompt} for row in rows] == lines
 
@@ -322,7 +316,7 @@ def test_a_list_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
         PromptError,
         match=r"its 21 bytes are more than the 20 of a JSON list; convert it to \.jsonl",
     ):
-        read_prompt_file(written(tmp_path, "p.json", '[{"prompt": "a cat"}]'))
+        read_prompt_file(write_file(tmp_path, "p.json", '[{"prompt": "a cat"}]'))
 
 
 def test_malformed_parquet_rows_and_missing_files(tmp_path):
@@ -385,7 +379,7 @@ def test_almost_well_formed_files_are_prompts_or_a_prompt_error(content, suffix)
 
 def assert_rows_or_error(content: bytes, suffix: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = written(Path(folder), f"p{suffix}", content)
+        path = write_file(Path(folder), f"p{suffix}", content)
         try:
             rows, report = read_prompt_file(path)
         except PromptError as error:
@@ -480,120 +474,3 @@ def test_missing_targets_are_counted_and_shown(tmp_path):
         ):
             check_targets(prompts, "p.txt")
         check_targets(prompts[1:2] if isinstance(prompts, list) else prompts.slice(1, 1), "p.txt")
-
-
-def picture(grey: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (5, 4), (grey, grey, grey)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-@pytest.fixture
-def pictures(tmp_path):
-    """A folder of two images to edit."""
-    (tmp_path / "in").mkdir()
-    for grey in (0, 200):
-        (tmp_path / "in" / f"{grey}.png").write_bytes(picture(grey))
-    return tmp_path
-
-
-def greys(rows: list[PromptRow]) -> list[int | None]:
-    """The one grey of each image."""
-    arrays = [row.image and np.asarray(Image.open(io.BytesIO(row.image))) for row in rows]
-    assert all(
-        array is None or (array.shape == (4, 5, 3) and array.min() == array.max())
-        for array in arrays
-    )
-    return [None if array is None else int(array[0, 0, 0]) for array in arrays]
-
-
-def test_images_are_read_from_paths_and_from_parquet_bytes(pictures):
-    paths = [
-        {"prompt": "a", "image": "in/0.png"},
-        {"prompt": "b", "image": None},
-        {"prompt": "c", "image": "in/200.png"},
-    ]
-    jsonl = written(pictures, "p.jsonl", "\n".join(map(json.dumps, paths)))
-    csv = written(pictures, "p.csv", f"prompt,image\na,in/0.png\nb, \nc,{pictures}/in/200.png\n")
-    pq.write_table(pa.Table.from_pylist(paths), pictures / "p.parquet")
-    held = [
-        row | {"image": row["image"] and (pictures / row["image"]).read_bytes()} for row in paths
-    ]
-    pq.write_table(pa.Table.from_pylist(held), pictures / "bytes.parquet")
-    for path in (jsonl, csv, pictures / "p.parquet", pictures / "bytes.parquet"):
-        rows, _ = read_prompt_file(path)
-        assert greys(rows) == [0, None, 200]
-        assert {row.metadata for row in rows} == {"{}"}
-
-
-def test_rows_of_the_same_prompt_with_other_images_are_other_rows(pictures):
-    images = ["in/0.png", None, "in/200.png", "in/../in/0.png", None]
-    lines = [json.dumps({"prompt": "make it blue", "image": image}) for image in images]
-    rows, report = read_prompt_file(written(pictures, "p.jsonl", "\n".join(lines)))
-    assert greys(rows) == [0, None, 200]
-    assert report.duplicates == 2
-
-
-def test_images_get_into_the_prompt_table_and_out(pictures):
-    lines = [json.dumps({"prompt": "x", "image": f"in/{grey}.png"}) for grey in (0, 200)] + [
-        '{"prompt": "y"}'
-    ]
-    rows, _ = read_prompt_file(written(pictures, "p.jsonl", "\n".join(lines)))
-    write_prompts(split_prompts(rows, 1, 1, seed=0), pictures / "table.parquet")
-    back = read_prompts(pictures / "table.parquet")
-    assert [prompt.image for prompt in back] == [row.image for row in rows]
-    assert greys(back) == [0, 200, None]
-    assert "image" not in repr(back[0])
-
-
-@pytest.mark.parametrize(
-    ("image", "says"),
-    [
-        ("in/none.png", "no image file in .* Paths are relative to the file that names them"),
-        ("../in/0.png", "lies outside"),
-        ("p.jsonl", "no PNG or JPEG or WEBP image"),
-        ("https://example.org/0.png", "no image file in"),
-        ("a\u0000b", "is no valid path"),
-        ("\ud800", "surrogate"),
-        (7, "is not text"),
-        (["in/0.png", 7], "has 7, which is no image; write paths"),
-        ([], "is an empty list"),
-    ],
-)
-def test_an_image_that_cannot_be_used_is_named_with_its_line(pictures, image, says):
-    path = written(
-        pictures, "p.jsonl", '{"prompt": "a"}\n' + json.dumps({"prompt": "b", "image": image})
-    )
-    with pytest.raises(PromptError, match=says) as caught:
-        read_prompt_file(path)
-    for part in (f"{path}, line 2: image = ", repr(image)):
-        assert part in str(caught.value)
-
-
-def test_bytes_in_parquet_that_are_no_image_are_named_with_their_row(tmp_path):
-    pq.write_table(
-        pa.table({"prompt": ["a", "b"], "image": [picture(0), b"GIF89a" + bytes(500)]}),
-        tmp_path / "p.parquet",
-    )
-    with pytest.raises(
-        PromptError, match=r"p.parquet, row 2: image = b'GIF89a.*\.\.\..* is no PNG or JPEG or WEBP"
-    ) as caught:
-        read_prompt_file(tmp_path / "p.parquet")
-    assert len(str(caught.value)) < 500
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    value=st.text(max_size=12)
-    | st.lists(st.sampled_from(["..", ".", "/", "in", "0.png", "~", "\\", "$HOME"])).map("".join)
-)
-def test_no_path_reads_anything_but_an_image_of_the_folder(value):
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "in").mkdir()
-        Path(folder, "in", "0.png").write_bytes(picture(0))
-        path = written(Path(folder), "p.jsonl", json.dumps({"prompt": "a", "image": value}))
-        try:
-            rows, _ = read_prompt_file(path)
-        except PromptError:
-            return
-    assert greys(rows) == [0 if value.strip() else None]

@@ -5,15 +5,13 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
-from reward_cases import as_prompt
+from reward_cases import IMAGES, PROMPTS, Fixed, OfTheirImages, Watched, as_prompt, as_videos
 
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.registry import REWARDS, configure_reward
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.base import Reward, RewardResult
+from ebbflow.rewards.base import Reward
 from ebbflow.rewards.combine import (
     RewardError,
     Scorer,
@@ -22,25 +20,6 @@ from ebbflow.rewards.combine import (
     load_scorer,
     require_scored_share,
 )
-from ebbflow.rewards.videos import FRAMES_SCORED, select_scored_frames
-
-IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
-PROMPTS = [as_prompt(index, "AB") for index in range(3)]
-
-
-class Fixed(Reward):
-    """A reward that gives fixed values."""
-
-    def __init__(self, name, values, reason=None, metrics=None, failures=None):
-        self.name = name
-        self.reason = reason
-        self.result = RewardResult(np.asarray(values, np.float64), metrics or {}, failures or {})
-
-    def explain_unavailable(self):
-        return self.reason
-
-    def __call__(self, images, prompts):
-        return self.result
 
 
 def test_reward_is_the_weighted_sum_and_nan_where_a_term_failed():
@@ -239,112 +218,6 @@ def test_real_rewards_on_clean_renderings(clean):
     assert table.failures == [None] * 6
 
 
-class Watched(Reward):
-    """The grey of an image; fails on black ones. It remembers what it was shown."""
-
-    name = "grey"
-
-    def __init__(self):
-        self.images = None
-        self.prompts = None
-
-    def __call__(self, images, prompts):
-        self.images, self.prompts = images, list(prompts)
-        values = images.mean((1, 2, 3))
-        failures = {
-            int(index): f"black, {prompts[index].prompt}" for index in np.flatnonzero(values == 0)
-        }
-        values[list(failures)] = np.nan
-        return RewardResult(values, {"squared": values**2}, failures)
-
-
-def as_videos(greys):
-    """Videos of 4 x 6 pixels, each frame of one grey: [N, frames] -> [N, frames, 4, 6, 3]."""
-    return np.asarray(greys, np.uint8)[..., None, None, None] * np.ones((4, 6, 3), np.uint8)
-
-
-def test_a_videos_score_is_the_mean_over_its_frames():
-    greys = np.array([[1, 5, 9], [10, 10, 40]])
-    watched = Watched()
-    other = Fixed("other", [0, 0, 3, 1, 1, 1])
-    table = Scorer(((watched, 2.0), (other, 3.0)), ())(as_videos(greys), PROMPTS[:2])
-    assert table.metrics["grey"] == pytest.approx([5, 20])
-    assert table.metrics["squared"] == pytest.approx([107 / 3, 1800 / 3])
-    assert table.reward == pytest.approx([2 * 5 + 3 * 1, 2 * 20 + 3 * 1])
-    assert table.failures == [None, None]
-    assert watched.prompts == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
-    assert np.array_equal(watched.images, as_videos(greys).reshape(6, 4, 6, 3))
-
-
-def test_of_a_long_video_evenly_spaced_frames_are_scored():
-    greys = np.arange(1, 82) + np.zeros((2, 1), int)
-    watched = Watched()
-    table = Scorer(((watched, 1.0),))(as_videos(greys), PROMPTS[:2])
-    shown = watched.images[:, 0, 0, 0].reshape(2, FRAMES_SCORED)
-    assert shown[0].tolist() == shown[1].tolist() == [1, 12, 24, 35, 47, 58, 70, 81]
-    assert table.reward == pytest.approx([41, 41])
-
-
-@given(st.integers(1, 400))
-def test_scored_frames_are_each_once_and_evenly_spaced(count):
-    shown = select_scored_frames(count)
-    assert len(shown) == min(count, FRAMES_SCORED)
-    assert (shown[0], shown[-1]) == (0, count - 1)
-    steps = np.diff(shown)
-    assert steps.min(initial=1) >= 1
-    assert steps.max(initial=1) - steps.min(initial=steps.max(initial=1)) <= 1
-
-
-def test_a_video_of_one_frame_scores_as_its_image():
-    images = as_videos([[3], [200], [0]])
-    still, moving = (
-        Scorer(((Watched(), 1.0),))(pictures, PROMPTS) for pictures in (images[:, 0], images)
-    )
-    assert np.array_equal(still.reward, moving.reward, equal_nan=True)
-    assert moving.failures == [None, None, f"grey: frame 0: black, {PROMPTS[2].prompt}"]
-
-
-def test_a_frame_that_failed_fails_its_video_and_is_named():
-    greys = np.full((3, 15), 9)
-    greys[1, 4] = 0  # the third of the frames 0, 2, 4, ... 14
-    greys[2, [4, 14]] = 0
-    greys[0, 3] = 0  # not looked at
-    table = Scorer(((Watched(), 1.0),), (Fixed("guardrail", np.arange(24.0)),))(
-        as_videos(greys), PROMPTS
-    )
-    text = f"black, {PROMPTS[1].prompt}"
-    assert np.array_equal(table.reward, [9, np.nan, np.nan], equal_nan=True)
-    assert np.array_equal(table.metrics["squared"], [81, np.nan, np.nan], equal_nan=True)
-    assert table.metrics["guardrail"] == pytest.approx([3.5, 11.5, 19.5])
-    assert table.failures == [
-        None,
-        f"grey: frame 4: {text}",
-        f"grey: frame 4: {text} (and 1 more of 8 frames)",
-    ]
-    require_scored_share(table, limit=0.67)
-    with pytest.raises(RewardError, match=r"2 of 3 images .*frame 4: black"):
-        require_scored_share(table, limit=0.66)
-
-
-def test_no_videos_are_no_failure():
-    table = Scorer(((Watched(), 1.0),))(as_videos([[1, 2]])[:0], [])
-    assert table.reward.shape == table.metrics["squared"].shape == (0,)
-    assert table.failures == []
-
-
-def test_real_rewards_score_a_still_video_as_its_image(clean):
-    images, prompts = (part[:3] for part in clean)
-    scorer = load_scorer(
-        [configure_reward("ocr")],
-        [configure_reward("similarity"), configure_reward("jpeg_compressibility")],
-    )
-    still = scorer(images, prompts)
-    moving = scorer(np.repeat(images[:, None], 3, axis=1), prompts)
-    assert list(moving.metrics) == list(still.metrics)
-    for name, values in still.metrics.items():
-        assert moving.metrics[name] == pytest.approx(values)
-
-
 def test_tables_of_parts_are_the_table_of_all():
     scorer = Scorer(((Watched(), 2.0),))
     images = as_videos([[3], [0], [200]])[:, 0]
@@ -356,31 +229,6 @@ def test_tables_of_parts_are_the_table_of_all():
     for name, values in expected.metrics.items():
         assert np.array_equal(together.metrics[name], values, equal_nan=True)
     assert together.failures == expected.failures
-
-
-class OfTheirImages(Reward):
-    """Scores images by their first pixel, and says which prompts it was asked about; a pixel of 0
-    is a failure.
-    """
-
-    has_gradient = True
-
-    def __init__(self, name):
-        self.name = name
-        self.asked = []
-
-    def __call__(self, images, prompts):
-        self.asked.append([prompt.prompt_id for prompt in prompts])
-        values = images[:, 0, 0, 0].astype(float)
-        lost = np.flatnonzero(values == 0)
-        values[lost] = np.nan
-        return RewardResult(
-            values, {f"{self.name}_half": values / 2}, {int(index): "black" for index in lost}
-        )
-
-    def score_with_gradient(self, images, prompts):
-        self.asked.append([prompt.prompt_id for prompt in prompts])
-        return images[:, 0, 0, 0]
 
 
 def of_two_sets(*sources):
@@ -459,126 +307,3 @@ def test_the_sets_of_a_scorer_are_those_of_the_recipe():
         [configure_reward("similarity"), configure_reward("ocr", prompts=["words"])], []
     )
     assert list(scorer.of_sets) == ["ocr"]
-
-
-class Motion(Reward):
-    """Mean change from frame to frame; a still video is a failure."""
-
-    scores = "videos"
-
-    def __init__(self):
-        self.shapes = []
-
-    def __call__(self, videos, prompts):
-        self.shapes.append(videos.shape)
-        values = np.abs(np.diff(videos.astype(float), axis=1)).mean((1, 2, 3, 4))
-        still = np.flatnonzero(values == 0)
-        values[still] = np.nan
-        return RewardResult(
-            values, {"fastest": values * 2}, {int(index): "nothing moves" for index in still}
-        )
-
-
-def test_a_reward_of_videos_gets_all_frames_beside_one_of_frames():
-    made = load_reward(configure_reward(f"{__name__}:Motion", label="motion"))
-    greys = 1 + np.arange(20) * np.array([[1], [3], [0]])
-    table = Scorer(((made, 1.0), (Watched(), 2.0)))(as_videos(greys), PROMPTS)
-    assert made.shapes == [(3, 20, 4, 6, 3)]
-    assert table.metrics["fastest"][:2].tolist() == [2.0, 6.0]
-    assert table.reward[:2] == pytest.approx([1, 3] + 2 * table.metrics["grey"][:2])
-    assert table.failures == [None, None, "motion: nothing moves"]
-    with pytest.raises(
-        RewardError,
-        match="'motion' scores videos and got images; set model.frames, or leave it out",
-    ):
-        Scorer(((made, 1.0),))(IMAGES, PROMPTS)
-
-
-class Level(Reward):
-    """Mean of the latents, which it scores without images; ``lost``: below which it fails."""
-
-    scores = "latents"
-    has_gradient = True
-
-    def __init__(self, lost=-1e9):
-        self.name = "level"
-        self.lost = lost
-        self.seen = []
-
-    def __call__(self, latents, prompts):
-        self.seen.append(latents)
-        values = latents.mean((1, 2)).astype(float)
-        lost = np.flatnonzero(values < self.lost)
-        values[lost] = np.nan
-        return RewardResult(values, failures={int(index): "too low" for index in lost})
-
-    def score_with_gradient(self, latents, prompts):
-        return latents.mean((1, 2))
-
-
-LATENTS = np.arange(12.0).reshape(3, 2, 2).astype(np.float32)
-
-
-def test_a_reward_of_latents_gets_them_beside_one_of_images():
-    made = load_reward(configure_reward(f"{__name__}:Level", label="level", options={"lost": 2}))
-    scorer = Scorer(((made, 2.0),), (Fixed("watched", [1, 2, 3]),))
-    assert scorer.reads_latents
-    assert not Scorer((), (Fixed("watched", []),)).reads_latents
-    table = scorer(IMAGES, PROMPTS, LATENTS)
-    assert np.array_equal(table.reward, [np.nan, 11, 19], equal_nan=True)
-    assert table.metrics["watched"].tolist() == [1, 2, 3]
-    assert table.failures == ["level: too low", None, None]
-    videos = np.zeros((3, 5, 8, 8, 3), np.uint8)
-    assert Scorer(((made, 2.0),))(videos, PROMPTS, LATENTS).reward[1] == 11, (
-        "those of a video are scored whole"
-    )
-
-
-def test_latents_that_are_missing_or_not_finite():
-    """They come out as failures of the sample anyhow; a network must not see them."""
-    made = Level()
-    broken = LATENTS.copy()
-    broken[1] = np.nan
-    assert Scorer(((made, 1.0),))(IMAGES, PROMPTS, broken).reward.tolist() == [1.5, 0, 9.5]
-    assert np.isfinite(made.seen[0]).all()
-    assert np.isnan(broken[1]).all(), "a reward writes into a copy"
-    with pytest.raises(
-        RewardError, match="'level' scores latents, and there are none of 3 samples"
-    ):
-        Scorer(((made, 1.0),))(IMAGES, PROMPTS)
-    with pytest.raises(RewardError, match="'level' scores latents, and there are 2 of 3 samples"):
-        Scorer(((made, 1.0),))(IMAGES, PROMPTS, LATENTS[:2])
-
-
-def test_what_makes_a_reward_of_latents_must_be_the_class():
-    """Workers learn from the path whether they have to send latents."""
-    assert configure_reward(f"{__name__}:Level").scores == "latents"
-    assert configure_reward("ocr").scores == "images"
-    with pytest.raises(
-        RewardError, match="make_level makes a reward of latents; name the class with"
-    ):
-        load_reward(configure_reward(f"{__name__}:make_level"))
-
-
-def make_level():
-    return Level()
-
-
-def test_a_gradient_of_latents_decodes_only_for_rewards_of_images():
-    decoded = []
-
-    def decode(latents):
-        decoded.append(len(latents))
-        return latents[:, None].expand(-1, 3, -1, -1)
-
-    latents = torch.tensor(LATENTS, requires_grad=True)
-    alone = Scorer(((Level(), 2.0),))
-    alone.require_gradients("refl")
-    assert alone.score_latents_with_gradient(latents, PROMPTS, decode).tolist() == [3, 11, 19]
-    assert decoded == []
-    both = Scorer(((Level(), 2.0), (OfTheirImages("first"), 10.0)))
-    total = both.score_latents_with_gradient(latents, PROMPTS, decode)
-    assert total.tolist() == [3, 11 + 40, 19 + 80]
-    assert decoded == [3]
-    (gradient,) = torch.autograd.grad(total.sum(), latents)
-    assert gradient[0].tolist() == [[10.5, 0.5], [0.5, 0.5]]

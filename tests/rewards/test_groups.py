@@ -255,7 +255,7 @@ def test_requests_to_a_server_hold_single_images_or_videos():
     with pytest.raises(
         RewardError, match="'Level' scores latents, and requests hold single images or videos"
     ):
-        server.run_reward_server(configure_reward("test_combine:Level"), "127.0.0.1", 0)
+        server.run_reward_server(configure_reward("test_latent_rewards:Level"), "127.0.0.1", 0)
 
 
 LEVELS = (40, 200, 120, 10)
