@@ -17,11 +17,13 @@ PYTEST := $(if $(MEMORY),TMPDIR=$(MEMORY) )$(BIN)/pytest --numprocesses auto --d
 # Left out by the mark any_cpu are tests that compare names, messages, counts, files or the bytes of a computation that is
 # repeated, but no floats within a tolerance; and ranks compared with one process, whose kernels the tests beside them
 # show. tests/test_house.py holds the rule; a test without the mark is run.
-NUMERICAL := $(addprefix tests/,algorithms evaluation/test_evaluate.py flow models offline online/test_loop.py online/test_modes.py online/test_step_batches.py rollouts training)
+NUMERICAL := $(addprefix tests/,algorithms evaluation/test_evaluate.py evaluation/test_evaluated_folders.py flow models offline \
+	online/test_loop.py online/test_stage_rewards.py online/test_modes.py online/test_step_batches.py rollouts training)
 # In addition to tests/faults: attacks and accidents that are tested in the room that withstands them.
 FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py pipeline/test_files.py pipeline/test_bad_input.py \
 	storage/test_artifacts.py rewards/test_server_limits.py recipe/test_secret_forms.py evaluation/test_gate.py \
-	labeling/test_label_server.py tracking/test_sqlite.py verification/test_verification.py verification/test_verify_again.py)
+	evaluation/test_gate_guardrails.py labeling/test_label_server.py labeling/test_label_command.py \
+	tracking/test_sqlite.py verification/test_verification.py verification/test_verify_again.py)
 EIGHT_BIT_TESTS := $(addprefix tests/,training/test_adamw_8bit.py online/test_resume.py)
 
 # Thousands of modules are imported by hundreds of processes: they are compiled once, also where the environment says otherwise.

@@ -1,13 +1,8 @@
-"""The adapters of diffusers' pipelines against these pipelines: the same image from the same noise,
-and what is refused.
-"""
+"""The adapters of diffusers' pipelines against these pipelines: the same image from one noise."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +12,7 @@ from diffusers import (
     FluxTransformer2DModel,
     HunyuanVideo15Pipeline,
 )
+from folder_cases import change_index, copy_folder
 from pipeline_cases import (
     EVERY,
     FIRST_AND_LAST,
@@ -27,7 +23,6 @@ from pipeline_cases import (
     TINY,
     FirstOrderUniPC,
     UnroundedUniPC,
-    draws_videos,
     edits,
     guided,
     has_limit,
@@ -48,20 +43,6 @@ from ebbflow.recipe.model import ModelConfig
 from ebbflow.rollouts.generate import generate_samples
 from tests.tolerances import assert_equal_to_rounding
 
-IMAGES = (
-    "sd3",
-    "flux",
-    "flux_kontext",
-    "flux2",
-    "flux2_edit",
-    "flux2_klein",
-    "z_image",
-    "sana",
-    "lumina2",
-    "flux3",
-)
-"""Whose VAE is none of videos."""
-
 
 def assert_same(model, pipeline, wanted, steps=3):
     ours = our_latents(model, wanted, steps)
@@ -76,18 +57,6 @@ def assert_same(model, pipeline, wanted, steps=3):
     pixels = model.decode_with_gradient(leaf)
     assert np.abs((255 * pixels).detach().movedim(-3, -1).numpy() - decoded).max() < 0.51
     assert torch.autograd.grad(pixels.sum(), leaf)[0].abs().max() > 0
-
-
-def copied(folder, target, *ignore):
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*ignore))
-    return target
-
-
-def rewrite(folder, **entries):
-    """Change entries of a folder's ``model_index.json``."""
-    index = folder / "model_index.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | entries))
-    return folder
 
 
 # The same image as the pipeline.
@@ -195,7 +164,7 @@ def test_unipc_is_the_published_solver_of_wan(tiny, open_peer):
 
 def test_flux_without_guidance_is_the_pipeline(tiny_folder, open_tiny, open_peer, tmp_path):
     """The layout of FLUX.1 schnell: no guidance, no shift."""
-    folder = copied(tiny_folder("flux"), tmp_path / "schnell", "transformer", "scheduler")
+    folder = copy_folder(tiny_folder("flux"), tmp_path / "schnell", "transformer", "scheduler")
     config = FluxTransformer2DModel.load_config(tiny_folder("flux") / "transformer")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -215,8 +184,8 @@ def test_flux_without_guidance_is_the_pipeline(tiny_folder, open_tiny, open_peer
 def test_sd3_without_its_large_text_encoder_is_the_pipeline(
     tiny_folder, open_tiny, open_peer, tmp_path
 ):
-    folder = copied(tiny_folder("sd3"), tmp_path / "small", "text_encoder_3", "tokenizer_3")
-    rewrite(folder, text_encoder_3=[None, None], tokenizer_3=[None, None])
+    folder = copy_folder(tiny_folder("sd3"), tmp_path / "small", "text_encoder_3", "tokenizer_3")
+    change_index(folder, text_encoder_3=[None, None], tokenizer_3=[None, None])
     absent = ("text_encoder_3", "tokenizer_3")
     assert_same(
         open_tiny("sd3", folder), open_peer("sd3", folder, absent), prompts("sd3", SHORT[:1])
@@ -269,66 +238,6 @@ def test_hunyuan_video_reads_the_words_of_a_prompt(tiny):
     """The class that its folder names would lose the spaces of the text."""
     tokenizer = tiny("hunyuan_video").pipeline.tokenizer
     assert tokenizer.decode(tokenizer("two cats 漢").input_ids) == "<|begin_of_text|>two cats 漢"
-
-
-def test_limits_that_the_pipeline_would_not_keep_are_refused(open_tiny):
-    with pytest.raises(
-        ModelError, match="model.max_tokens = 1025: the pipeline reads 1024 at most"
-    ):
-        open_tiny("qwen_image", max_tokens=1025)
-    with pytest.raises(
-        ModelError, match="model.max_tokens = 8: .*reads prompts whole; leave it out"
-    ):
-        open_tiny("qwen_image_edit", max_tokens=8)
-    with pytest.raises(ModelError, match="max_tokens = 8: qwen_image_21 reads prompts whole"):
-        open_tiny("qwen_image_21", max_tokens=8)
-    with pytest.raises(
-        ModelError, match="model.max_tokens = 300: the network has positions for 299 at most"
-    ):
-        open_tiny("lumina2", max_tokens=300)
-    with pytest.raises(
-        ModelError, match="model.max_tokens = 20: .*8 learned tokens.*; take (16|24)"
-    ):
-        open_tiny("ltx2", max_tokens=20)
-
-
-@pytest.mark.parametrize(
-    ("part", "config", "message"),
-    [
-        ("vae", {"timestep_conditioning": True}, "has a VAE that draws noise to decode"),
-        (
-            "transformer",
-            {"use_keyframes_abs_pos_embedding": True},
-            "is later than LTX-2.3, and ltx2 is LTX-2 and LTX-2.3; take Lightricks/LTX-2",
-        ),
-    ],
-)
-def test_later_versions_of_ltx_2_are_refused(tiny, part, config, message):
-    model = tiny("ltx2")
-    parts = {
-        name: SimpleNamespace(config=getattr(model.pipeline, name).config)
-        for name in ("vae", "transformer", "connectors")
-    }
-    parts[part] = SimpleNamespace(config=SimpleNamespace(**{**parts[part].config, **config}))
-    with pytest.raises(ModelError, match=message):
-        type(model)._check_pipeline(SimpleNamespace(**parts), model.config)
-
-
-def test_a_qwen_image_21_with_a_schedule_of_its_own_is_refused(tiny):
-    model = tiny("qwen_image_21")
-    turbo = SimpleNamespace(config=SimpleNamespace(sample_sigmas=[1.0, 0.75, 0.5, 0.25]))
-    with pytest.raises(ModelError, match="is distilled to a fixed schedule of 4 steps; take Qwen"):
-        type(model)._check_pipeline(turbo, model.config)
-
-
-def test_rewards_see_transparent_images_on_white(tiny, monkeypatch):
-    model = tiny("qwen_image_21")
-    # Half transparent red: [1, 4, 1, H, W], of -1 to 1.
-    pixels = torch.tensor([1.0, -1, -1, 0]).view(1, 4, 1, 1, 1).expand(-1, -1, -1, 64, 64)
-    monkeypatch.setattr(model.pipeline.vae, "decode", lambda latents, return_dict: (pixels,))
-    image = model.decode_latents(torch.zeros(1, *model.latent_shape))
-    assert image.shape == (1, 64, 64, 3)
-    assert (image == [255, 128, 128]).all()
 
 
 # What follows from the family.
@@ -430,253 +339,6 @@ def test_packing_is_undone_by_unpacking():
     assert torch.equal(unpack_tokens(tokens, (3, 4, 6)), latents)
     # The second token is the second patch of the first row: two by two elements of every channel.
     assert torch.equal(tokens[0, 1], latents[0, :, :2, 2:4].flatten())
-
-
-# Images to latents and back.
-
-
-def shift_and_scale(name, vae):
-    """What the pipelines subtract from the VAE's latents, and multiply them with."""
-    if name == "flux3":  # of a token of 2 x 2 latents, here as those of the VAE
-        name = "flux2"
-    if name.startswith("flux2"):  # of each of the four elements of a patch, here of 8 x 8 latents
-        mean, variance = (
-            values.view(-1, 2, 2).repeat(1, 4, 4)
-            for values in (vae.bn.running_mean, vae.bn.running_var)
-        )
-        return mean, (variance + vae.config.batch_norm_eps) ** -0.5
-    if name == "ltx_video":
-        return vae.latents_mean.view(-1, 1, 1, 1), 1 / vae.latents_std.view(-1, 1, 1, 1)
-    if name in ("sana", "hunyuan_video", "hunyuan_video_15"):
-        return 0, vae.config.scaling_factor
-    if name in IMAGES:
-        return vae.config.shift_factor, vae.config.scaling_factor
-    mean, std = (
-        torch.tensor(values).view(-1, 1, 1, 1)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return mean, 1 / std
-
-
-@pytest.mark.parametrize("frames", [1, 9])
-@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
-def test_images_are_encoded_as_the_pipelines_encode_them(tiny, name, frames):
-    if frames > 1 and not draws_videos(name):
-        with pytest.raises(
-            ModelError, match=f"model.frames = 9: {name} draws images; leave it out"
-        ):
-            tiny(name, frames=frames)
-        return
-    if frames == 1 and name in FIRST_AND_LAST:
-        with pytest.raises(ModelError, match="frames = 1: wan_flf2v draws a video between a first"):
-            tiny(name, frames=frames)
-        return
-    model = tiny(name, frames=frames)
-    shape = (3, 64, 64, 3) if frames == 1 else (3, frames, 64, 64, 3)
-    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    if name == "ltx2":
-        with pytest.raises(ModelError, match="ltx2 has a sound with every video, and pictures"):
-            model.encode_images(images)
-        return
-    vae = model.pipeline.vae
-    pixels = torch.from_numpy(images).movedim(-1, 1) / 127.5 - 1
-    pixels = pixels[:, :, None] if frames == 1 and name not in IMAGES else pixels
-    if name == "qwen_image_21":  # opaque
-        pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1)
-    with torch.no_grad():
-        shift, scale = shift_and_scale(name, vae)
-        outputs = [vae.encode(row) for row in pixels.split(1)]
-        latents = torch.cat(
-            [row.latent if name == "sana" else row.latent_dist.mode() for row in outputs]
-        )
-        expected = (latents - shift) * scale
-        if name == "flux3":
-            expected = nn.functional.pixel_unshuffle(expected, 2)
-        expected = expected.view(3, *model.latent_shape)
-    encoded = model.encode_images(images)
-    assert encoded.dtype == torch.float32
-    assert (encoded - expected).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "frames"), [*((name, 1) for name in TINY), ("wan", 5), ("flux2_klein", 1)]
-)
-def test_encoding_undoes_decoding_but_for_the_vae(tiny, monkeypatch, name, frames):
-    """A VAE that decodes into what it encodes: what is left are shift, scale and shape."""
-    model = tiny(name, frames=frames, height=32)
-    seen = []
-    decode = model.pipeline.vae.decode
-
-    def remember(latents, return_dict):
-        seen.append(latents)
-        return decode(latents, return_dict=return_dict)
-
-    monkeypatch.setattr(model.pipeline.vae, "decode", remember)
-    monkeypatch.setattr(
-        model.pipeline.vae,
-        "encode",
-        lambda pixels: SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: seen[0])),
-    )
-    latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    assert (model.encode_images(model.decode_latents(latents)) - latents).abs().max() < 1e-5
-
-
-def test_many_images_pass_the_vae_in_parts(tiny, monkeypatch):
-    model = tiny("sd3")
-    latents = torch.randn(5, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    whole = model.decode_latents(latents)
-    encoded = model.encode_images(model.decode_latents(latents))
-    monkeypatch.setattr("ebbflow.models.pipeline.PIXELS_AT_ONCE", 2 * 64 * 64)
-    assert np.abs(model.decode_latents(latents).astype(int) - whole).max() <= 1
-    assert (model.encode_images(whole) - encoded).abs().max() < 1e-5
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "message"),
-    [
-        (
-            "sd3",
-            {"height": 72},
-            r"model.height = 72: sd3 draws multiples of 16 pixels; take (64|80)",
-        ),
-        ("sd3", {"width": 8}, r"model.width = 8: sd3 draws multiples of 16 pixels; take 16"),
-        ("flux", {"width": 100}, r"model.width = 100: flux draws multiples of 16 pixels; take 96"),
-        (
-            "qwen_image",
-            {"height": 56},
-            r"model.height = 56: qwen_image draws multiples of 16 pixels; take (48|64)",
-        ),
-        (
-            "qwen_image_edit",
-            {"height": 56},
-            r"model.height = 56: qwen_image_edit draws multiples of 16 pixels",
-        ),
-        (
-            "wan",
-            {"height": 80},
-            r"model.height = 80: wan draws multiples of 32 pixels; take (64|96)",
-        ),
-        (
-            "wan21",
-            {"height": 72},
-            r"model.height = 72: wan draws multiples of 16 pixels; take (64|80)",
-        ),
-        ("wan", {"frames": 4}, r"model.frames = 4: wan draws 1 \+ a multiple of 4 frames; take 5"),
-        (
-            "ltx_video",
-            {"frames": 5},
-            r"model.frames = 5: ltx_video draws 1 \+ a multiple of 8 frames; take (1|9)",
-        ),
-        (
-            "sana",
-            {"height": 80},
-            r"model.height = 80: sana draws multiples of 32 pixels; take (64|96)",
-        ),
-    ],
-)
-def test_sizes_that_a_family_cannot_draw_are_refused_with_one_that_it_can(
-    tiny, name, config, message
-):
-    with pytest.raises(ModelError, match=message):
-        tiny(name, **config)
-
-
-@pytest.mark.parametrize("shape", [(1, 64, 48, 3), (1, 5, 64, 64, 3), (1, 64, 64, 4)])
-def test_images_of_another_size_are_refused_with_both_sizes_by_pipelines(tiny, shape):
-    with pytest.raises(
-        ModelError, match=rf"{', '.join(map(str, shape[1:]))}.*\(64, 64, 3\); resize"
-    ):
-        tiny("sd3").encode_images(np.zeros(shape, np.uint8))
-
-
-def test_a_folder_of_another_pipeline_is_refused_with_its_family(tiny_folder, open_tiny, tmp_path):
-    with pytest.raises(
-        ModelError,
-        match=(
-            "flux is a FluxPipeline, and model.family = 'sd3' is a StableDiffusion3Pipeline.*flux"
-        ),
-    ):
-        open_tiny("sd3", tiny_folder("flux"))
-    with pytest.raises(ModelError, match="is not a sd3 base model: model_index.json missing"):
-        open_tiny("sd3", tmp_path)
-    (tmp_path / "model_index.json").write_text("[1")
-    with pytest.raises(ModelError, match="model_index.json is not the JSON object"):
-        open_tiny("sd3", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("sd3", "vae"),
-        ("sd3", "text_encoder_3"),
-        ("sd3", "scheduler"),
-        ("qwen_image_edit", "processor"),
-    ],
-)
-def test_a_folder_that_lacks_a_part_is_refused(tiny_folder, open_tiny, tmp_path, name, part):
-    folder = copied(tiny_folder(name), tmp_path / "poor", part)
-    with pytest.raises(
-        ModelError, match=f"poor cannot be read as a {name} base model .*fetch it again"
-    ):
-        open_tiny(name, folder)
-
-
-def test_only_safetensors_are_read(tiny_folder, open_tiny, tmp_path):
-    folder = copied(tiny_folder("sd3"), tmp_path / "pickled", "diffusion_pytorch_model.safetensors")
-    torch.save({}, folder / "transformer" / "diffusion_pytorch_model.bin")
-    with pytest.raises(
-        ModelError, match=r"transformer holds no .safetensors weights; fetch them in that format"
-    ):
-        open_tiny("sd3", folder)
-    for part, weights in (("vae", "diffusion_pytorch_model"), ("text_encoder", "model")):
-        folder = copied(tiny_folder("sd3"), tmp_path / part)
-        (folder / part / f"{weights}.safetensors").unlink()
-        torch.save(
-            {},
-            folder / part / {"vae": "diffusion_pytorch_model.bin"}.get(part, "pytorch_model.bin"),
-        )
-        with pytest.raises(
-            ModelError, match=f"{part} cannot be read as a sd3 base model .*safetensors"
-        ):
-            open_tiny("sd3", folder)
-
-
-@pytest.mark.parametrize(
-    ("file", "says"),
-    [
-        (
-            "transformer/diffusion_pytorch_model.safetensors",
-            "broken cannot be read as a sd3 base model .*fetch it again",
-        ),
-        (
-            "text_encoder/model.safetensors",
-            "broken cannot be read as a sd3 base model .*fetch it again",
-        ),
-        (
-            "vae/config.json",
-            "broken/vae/config.json is not the JSON object .*fetch the folder again",
-        ),
-        ("tokenizer/tokenizer.json", "broken cannot be read as a sd3 base model .*fetch it again"),
-    ],
-)
-def test_a_folder_with_a_broken_part_is_refused(tiny_folder, open_tiny, tmp_path, file, says):
-    folder = copied(tiny_folder("sd3"), tmp_path / "broken")
-    (folder / file).write_bytes((folder / file).read_bytes()[:100])
-    with pytest.raises(ModelError, match=says):
-        open_tiny("sd3", folder)
-
-
-def test_a_folder_with_two_transformers_is_refused(tiny_folder, open_tiny, tmp_path):
-    folder = copied(tiny_folder("wan21"), tmp_path / "two")
-    shutil.copytree(folder / "transformer", folder / "transformer_2")
-    rewrite(folder, transformer_2=["diffusers", "WanTransformer3DModel"], boundary_ratio=0.875)
-    with pytest.raises(
-        ModelError, match="two holds two transformers.*set model.family to wan_a14b"
-    ):
-        open_tiny("wan21", folder)
 
 
 # How the network is computed.

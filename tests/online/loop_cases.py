@@ -8,8 +8,10 @@ from ebbflow.models.encoding import PromptWindows
 from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.online.workers import open_local_workers
+from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.rollouts.generate import join_rollouts
 
+NAMES = list(ALGORITHMS)
 NEEDS = {
     "distillation": {"teacher": "elsewhere"},
     "gardo": {"auxiliary": ["darkness"], "diversity": "darkness"},
