@@ -20,8 +20,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-HALVINGS = 24
-"""Of the interval that holds the saddle point; any point of it gives the same integral."""
+SECTIONS = 8
+"""Into which the interval that holds the saddle point is cut at once."""
+CUTS = 8
+"""Of that interval, one after another; any point of what is left gives the same integral."""
 BOUND_HALVINGS = 30
 """Of the interval that holds a confidence bound: to 1e-9 of its width."""
 STEP = 0.08
@@ -33,6 +35,12 @@ MAX_REACH = 32.0
 """Where the integral ends at the latest; tails of two terms are negligible by then."""
 NEGLIGIBLE = 1e-14
 """Where the integrand has fallen to this share of its largest value, the integral ends."""
+POINTS_AT_ONCE = 32
+"""Points of the integral that are computed together: a call of NumPy on few numbers takes as long
+as one on a thousand.
+"""
+MAX_NUMBERS = 2**22
+"""Numbers that are in memory together: of more rows, some are computed after the others."""
 
 
 def compute_p_values(values: ArrayLike, worst: ArrayLike) -> np.ndarray:
@@ -74,7 +82,9 @@ def compute_p_values(values: ArrayLike, worst: ArrayLike) -> np.ndarray:
     both = rises & falls
     # The scale changes nothing, and keeps the numbers far from overflow.
     scaled = rows[both] / np.abs(rows[both]).max(axis=1, keepdims=True)
-    p_values[both] = _integrate_tail(scaled)
+    at_once = max(1, MAX_NUMBERS // (POINTS_AT_ONCE * terms.shape[-1]))
+    parts = [scaled[start : start + at_once] for start in range(0, len(scaled), at_once)]
+    p_values[both] = np.concatenate([_integrate_tail(part) for part in parts] or [np.empty(0)])
     return p_values.reshape(worst.shape)
 
 
@@ -120,15 +130,17 @@ def _integrate_tail(terms: np.ndarray) -> np.ndarray:
     slopes = terms / growth
     total = np.full(len(terms), 0.5)
     step = STEP / max(1.0, np.sqrt(terms.shape[1] / STEP_COUNT))
-    for u in np.arange(step, MAX_REACH, step):
-        t = width * np.sinh(u)
-        scaled = t[:, None] * slopes
-        log_size = -0.5 * np.log1p(scaled**2).sum(axis=1)
+    every_u = np.arange(step, MAX_REACH, step)[:, None]  # [P, 1]
+    for start in range(0, len(every_u), POINTS_AT_ONCE):
+        u = every_u[start : start + POINTS_AT_ONCE]
+        t = width * np.sinh(u)  # [P, R]
+        scaled = t[..., None] * slopes  # [P, R, N]
+        log_size = -0.5 * np.log1p(scaled**2).sum(axis=-1)
         log_size -= 0.5 * np.log1p((t / centre[:, 0]) ** 2)
-        phase = np.arctan(scaled).sum(axis=1) - np.arctan(t / centre[:, 0])
+        phase = np.arctan(scaled).sum(axis=-1) - np.arctan(t / centre[:, 0])
         size = np.exp(log_size) * np.cosh(u)
-        total += size * np.cos(phase)
-        if size.max(initial=0.0) < NEGLIGIBLE:
+        total += (size * np.cos(phase)).sum(axis=0)
+        if size[-1].max(initial=0.0) < NEGLIGIBLE:
             break
     p_values = np.exp(log_height) * width * step * total / np.pi
     return np.asarray(np.clip(p_values, 0.0, 1.0))
@@ -137,14 +149,15 @@ def _integrate_tail(terms: np.ndarray) -> np.ndarray:
 def _find_saddle_points(terms: np.ndarray) -> np.ndarray:
     """Find where the integrand is smallest between its poles at 1 / min(terms) and 0, [R]."""
     pole = 1 / terms.min(axis=1)
-    # As shares of the pole: 0 is at the origin and 1 at the pole, and the exponent is convex.
+    # As shares of the pole: 0 is at the origin and 1 at the pole. The exponent is convex, so its
+    # slope has one sign on each side of its smallest value.
     low = np.zeros(len(terms))
-    high = np.ones(len(terms))
-    for _ in range(HALVINGS):
-        share = (low + high) / 2
-        s = share * pole
-        slope = (terms / (1 - s[:, None] * terms)).sum(axis=1) - 1 / s
-        # A positive slope: the smallest value is further left, nearer to the pole.
-        low = np.where(slope > 0, share, low)
-        high = np.where(slope > 0, high, share)
-    return np.asarray((low + high) / 2 * pole)
+    width = 1.0
+    for _ in range(CUTS):
+        width /= SECTIONS
+        shares = low + width * np.arange(1, SECTIONS)[:, None]  # [SECTIONS - 1, R]
+        s = shares * pole
+        slope = (terms / (1 - s[..., None] * terms)).sum(axis=-1) - 1 / s
+        # A slope that is not positive: the smallest value is further right, nearer to the pole.
+        low = low + width * (slope > 0).sum(axis=0)
+    return np.asarray((low + width / 2) * pole)
