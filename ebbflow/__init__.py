@@ -39,6 +39,7 @@ what stands before it in this list, and a test reads the list (tests/test_house.
 - reward_training: reward models, trained on labels of people
 - estimate: the cost of a recipe
 - run_notes: what a recipe asks for and its keys do not show
+- preflight_models: what the base model of a recipe can do
 - preflight: the checks before anything is paid for
 - run_list: the runs in a local folder
 - comparison: two policies, or two runs, side by side

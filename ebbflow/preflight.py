@@ -7,28 +7,28 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbflow.data.buckets import list_bucket_sizes
 from ebbflow.data.pairs import check_pairs
 from ebbflow.data.prepare import prepare_prompt_table
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.sized_pictures import describe_data
-from ebbflow.estimate.measured import check_once
+from ebbflow.preflight_models import (
+    check_decodes_with_gradient,
+    check_further_sizes,
+    check_model,
+    check_split_guidance,
+)
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.base import iter_leaves
-from ebbflow.recipe.base_folder import ModelError, check_folder
 from ebbflow.recipe.branches import BRANCH
-from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import ModelConfig, find_picture_size, resize_model
+from ebbflow.recipe.model import find_picture_size
 from ebbflow.recipe.output_folder import check_output_folder
-from ebbflow.recipe.paths import SHIPPED, list_shipped_files, resolve_local_path
+from ebbflow.recipe.paths import LOCAL_PATH, SHIPPED, list_shipped_files, resolve_local_path
 from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.problems import RecipeProblems
@@ -43,7 +43,6 @@ from ebbflow.storage.artifacts import ArtifactError
 from ebbflow.tracking.node_sinks import check_sinks
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 
-LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
 WHERE = "a relative path is looked for next to the recipe, then in the working directory"
 logger = logging.getLogger(__name__)
 TRIED_PROMPTS = 2
@@ -87,7 +86,7 @@ def check_recipe(
         PairError: the pairs file has wrong columns or an invalid first row.
         DataError: captioned data, or a picture of it, cannot be used.
         ModelError: the base-model folder is not one, or the model cannot draw the recipe's size,
-            share its tokens or decode with gradient as an algorithm needs.
+            share its tokens, or decode or predict with the gradient that a stage needs.
         RewardError: a reward cannot run here, or a user's own breaks its contract.
     """
     problems = RecipeProblems(find_locations(recipe))
@@ -147,8 +146,9 @@ def _check_code_and_model(
     with problems.collect("stages"):
         _try_losses(recipe)
     with problems.collect("model"):
-        _check_model(recipe.model, on_cluster)
-        _check_further_sizes(recipe)
+        check_model(recipe.model, on_cluster)
+        check_further_sizes(recipe)
+        check_split_guidance(recipe)
         if context_parallel > 1:
             from ebbflow.models.sizes import check_shared_tokens  # imports torch
 
@@ -231,7 +231,7 @@ def _check_rewards(recipe: Recipe) -> None:
             if stage.branch == branch and stage.algorithm_kind.needs_reward_gradient:
                 scorer.require_gradients(stage.algorithm_name)
                 if scorer.trains_on_images:
-                    _check_decodes_with_gradient(recipe.model.family, stage.algorithm_name)
+                    check_decodes_with_gradient(recipe.model.family, stage.algorithm_name)
 
 
 def read_prompt_table(recipe: Recipe, on_cluster: bool) -> tuple[pa.Table, str] | None:
@@ -346,85 +346,6 @@ def _check_shared_storage(output: str, tracking_uri: str) -> None:
             f"the MLflow store {tracking_uri} is on the disk of a pod; set tracking.uri, or"
             " MLFLOW_TRACKING_URI in every pod, to a server"
         )
-
-
-def _check_model(model: ModelConfig, on_cluster: bool) -> None:
-    if model.family not in FAMILIES:
-        from ebbflow.models.families import load_adapter  # imports torch
-
-        load_adapter(model.family)
-    elif model.path and "://" not in model.path and not model.is_on_hub:
-        if on_cluster:
-            raise RecipeError(f"model.path = {model.path!r} {LOCAL_PATH}")
-        check_folder(Path(model.path), model.family)
-    # A family of a fixed size, such as glyph, never comes here: its recipe cannot set one.
-    if model.family in FAMILIES and (model.height or model.width or model.frames > 1):
-        _check_size("model", model)
-
-
-def _check_size(key: str, model: ModelConfig) -> None:
-    """Check that the model can generate the size that a section of the recipe sets."""
-    sides = [side for side in (model.height, model.width) if side]
-    # Torch and the family's classes take seconds to import: only where its record does not tell.
-    if not FAMILIES[model.family].surely_generates(sides, model.frames):
-        check_once(model, "size", partial(_check_size_of_parts, key, model))
-
-
-def _check_size_of_parts(key: str, model: ModelConfig) -> None:
-    """Check the same by the configurations of the model's parts."""
-    from ebbflow.models.sizes import check_size  # imports torch
-
-    try:
-        check_size(model)
-    except ModelError as error:
-        # It names keys of the section model, and the size may be another section's.
-        raise ModelError(str(error).replace("model.", f"{key}.", 1)) from None
-
-
-def _check_decodes_with_gradient(family: str, algorithm: str) -> None:
-    from ebbflow.models.base import require_pixels  # imports torch
-
-    # Ebbflow's families all decode with gradient.
-    adapter = None if family in FAMILIES else _load_inspectable_adapter(family)
-    if adapter:
-        require_pixels(adapter, algorithm)
-
-
-def _load_inspectable_adapter(family: str) -> Any:
-    """Load the class of a user's family; None if it forwards attributes to an object that it wraps,
-    as only its instance can then say which methods it has.
-    """
-    from ebbflow.models.families import load_adapter  # as above
-
-    adapter: Any = load_adapter(family)
-    return None if hasattr(adapter, "__getattr__") else adapter
-
-
-def _check_further_sizes(recipe: Recipe) -> None:
-    """Check the sizes of evaluations and of the rollouts of stages, where they have their own."""
-    model = recipe.model
-    resized = {}
-    if recipe.evaluation.height or recipe.evaluation.width:
-        resized["evaluation"] = recipe.evaluation.evaluated_model(model)
-    for index, stage in enumerate(recipe.stages):
-        for number, size in enumerate(stage.sizes):
-            resized[f"stages.{index}.sizes.{number}"] = resize_model(model, size.height, size.width)
-        buckets = stage.captioned_data.buckets if stage.captioned_data else None
-        picture_size = find_picture_size(model)
-        if buckets and picture_size:
-            for height, width in list_bucket_sizes(picture_size, buckets):
-                resized[f"stages.{index}.data.buckets"] = resize_model(model, height, width)
-    if not resized:
-        return
-    if model.family not in FAMILIES:
-        from ebbflow.models.base import require_resize  # as above
-
-        adapter = _load_inspectable_adapter(model.family)
-        if adapter:
-            require_resize(adapter)
-        return
-    for key, resized_model in resized.items():
-        _check_size(key, resized_model)
 
 
 def _warn_of_evaluation_sampler(recipe: Recipe) -> None:

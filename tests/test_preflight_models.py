@@ -94,6 +94,18 @@ def test_an_algorithm_on_the_gradient_of_the_reward_needs_a_family_that_decodes_
     )
 
 
+def test_no_gradient_for_negative_prompts_needs_a_family_that_says_so(tmp_path: Path) -> None:
+    model = {
+        "family": "tests.preflight_cases:OLDER_FAMILY",
+        "path": "s3://bucket/base",
+        "guidance": 2,
+    }
+    recipe = {"output": str(tmp_path), "model": model}
+    stages = [{"kind": "online", "negative_gradient": False}]
+    with pytest.raises(ModelError, match=r"OlderFamily has no splits_guidance = True"):
+        check_recipe(Recipe.model_validate(recipe | {"stages": stages}), SERVER, on_cluster=False)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -27,6 +27,8 @@ PATH_KEYS = {"path", "source", "held_out_source", "pairs", "teacher", "hacked"}
 PATH_MAPPINGS = {"teachers", "labels"}
 """Recipe keys of mappings and lists whose values name files, folders or URIs."""
 SQLITE = re.compile(r"sqlite(\+\w+)?:")
+LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
+"""What is wrong with a path of a run on a cluster; follows the key and the path."""
 SHIPPED = "ebbflow:datasets/"
 """Prefix of a path to a file that is installed with Ebbflow. It means the same on every machine."""
 PACKAGE = Path(__file__).parents[1]
