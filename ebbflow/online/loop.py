@@ -334,6 +334,9 @@ class OnlineLoop:
         if self.config.refill_rounds:
             # Prompts beyond those of a step came in refill rounds.
             metrics["group/refilled"] = len(batch.distinct_prompts) - self.config.prompts_per_step
+        if self.config.curriculum:
+            metrics["prompts/encoded_late"] = self.queue.num_encoded_late
+            self.queue.num_encoded_late = 0
         if batch.size:
             metrics |= dict(zip(("size/height", "size/width"), batch.size, strict=True))
         metrics |= watch_statistics(self.ctx, self.state, batch)

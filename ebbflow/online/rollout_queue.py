@@ -82,6 +82,7 @@ class RolloutQueue:
         weights: the newest weights, which new rollouts are generated with.
         spans: what the workers did, including work that was dropped; drained by the stage's
             monitor.
+        num_encoded_late: prompts that nobody had encoded ahead, since the loop last read it.
     """
 
     num_processes = 1
@@ -111,6 +112,7 @@ class RolloutQueue:
         self.profiled_rewards = ctx.online_config.list_profiled_steps("reward")
         self.weights = WeightsVersion(0)
         self.spans: list[TraceSpan] = []
+        self.num_encoded_late = 0
         # Steps that are not started yet. With those in flight it is all that a checkpoint has to
         # know.
         self.pending = deque(range(first_step, ctx.online_config.steps))
@@ -297,6 +299,7 @@ class RolloutQueue:
         logger.debug("%d prompts of step %d are encoded late", len(prompts), step)
         embeddings = await self.encode(prompts)
         self.embeddings.add_late(embeddings)
+        self.num_encoded_late += len(prompts)
         return embeddings
 
     async def generate_and_score(

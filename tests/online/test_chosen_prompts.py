@@ -119,9 +119,13 @@ def test_a_stage_in_windows_is_the_stage_in_one_window(run, case):
     reward = VariedReward({1, 2, 5, 6, 8})
     rows, parameters, encoded = run(10, reward, **CASES[case])
     assert encoded == [list(range(10))]
+    for row in rows:
+        assert row.pop("prompts/encoded_late", 0) == 0
     # Fewer than the prompts, and no fewer than the candidates of a step.
     size = 8 if case.startswith("all") else 4
     rows_of_windows, parameters_of_windows, encoded = run(size, reward, **CASES[case])
+    for row in rows_of_windows:
+        row.pop("prompts/encoded_late", None)
     assert rows_of_windows == rows
     assert parameters_of_windows == parameters
     assert max(map(len, encoded)) <= size
@@ -132,9 +136,10 @@ def test_prompts_that_a_curriculum_chooses_too_late_are_encoded_when_a_step_take
     """One prompt of ten varies: once it has come up, the others that have weigh next to nothing."""
     reward = VariedReward({5})
     keys = {"curriculum": {"floor": 0.001}, "steps": 8}
-    _, _, encoded = run(4, reward, **keys)
+    rows, _, encoded = run(4, reward, **keys)
     late = [group for group in encoded if len(group) == 2]
     assert 0 < len(late) < 8
+    assert sum(row["prompts/encoded_late"] for row in rows) == 2 * len(late)
     assert all(group in reward.seen for group in late)
 
 
