@@ -12,17 +12,6 @@ from ebbflow.recipe.promotion import PromotionConfig
 from ebbflow.registry import looks
 from ebbflow.registry.looks import PREFIX, YEAR, open_look, take_look
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.store import connect_to_store, resolve_tracking_uri
-
-
-@pytest.fixture
-def uri(recipe: Recipe) -> str:
-    return resolve_tracking_uri(recipe)
-
-
-@pytest.fixture
-def client(uri: str) -> MlflowClient:
-    return connect_to_store(uri)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from importlib.metadata import packages_distributions
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import NamedTuple
 
 import mlflow.pyfunc
 import numpy as np
@@ -28,39 +27,20 @@ from click.testing import CliRunner, Result
 from fastapi.testclient import TestClient
 from mlflow.pyfunc import scoring_server
 from PIL import Image
+from serving_cases import Served, serve_base
 
 from ebbflow.cli import main
-from ebbflow.data.records import Comparison, GateDecision
 from ebbflow.data.sounds import Sounds, encode_wavs, read_sound
 from ebbflow.evaluation import serve as evaluation
 from ebbflow.models import load_model
-from ebbflow.recipe import Recipe
-from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.registry import download, promotion
 from ebbflow.registry.model_version import REQUIREMENTS, compute_model_files_digest
 from ebbflow.registry.serving import ServedPolicy, how_to_draw, how_to_load
-from ebbflow.storage.artifacts import verify_folder
-from ebbflow.tracking.parent_run import start_run
-from ebbflow.training.policy_metadata import write_base_policy
 from tests.mlflow_settings import restored_tracking_uri
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 NAME = "ebbflow-glyph"
 TOO_LONG = "this glyph model draws 4 letters at most and was asked for 'TOOLONG'"
-
-
-class Served(NamedTuple):
-    """A registered champion: the store, its version, and the folders of MLflow's model and of the
-    policy.
-    """
-
-    uri: str
-    version: str
-    model: Path
-    base: Path
-    policy: Path
 
 
 @pytest.fixture(scope="session")
@@ -70,49 +50,7 @@ def serve(
     """``serve(name, model)``: the policy of the untouched base model as champion."""
 
     def make(name: str, model: ModelConfig = ModelConfig()) -> Served:
-        folder = tmp_path_factory.mktemp("served")
-        write_base_policy(
-            folder / "policy",
-            verify_folder(base_folder),
-            "recipe",
-            PolicyConfig(),
-            model,
-            EvaluationConfig(steps=2),
-        )
-        tracked = start_run(Recipe(output=str(store)), None)
-        target = Comparison(
-            metric="reward",
-            champion=0.5,
-            candidate=0.9,
-            difference=0.4,
-            low=0.3,
-            high=0.5,
-            prompts=128,
-        )
-        decision = GateDecision(
-            promote=True,
-            candidate="c",
-            champion="before",
-            target=target,
-            guardrails=[],
-            coverage=1.0,
-            reasons=["It won."],
-        )
-        lineage = {"base_digest": verify_folder(base_folder)}
-        made = promotion.register_version(
-            tracked,
-            folder / "policy",
-            base_folder,
-            decision,
-            lineage,
-            model_name=name,
-            expected_champion=None,
-        )
-        promotion.promote_version(tracked, made, {}, expected_champion=None)
-        downloaded = download.download_version(tracked.tracking_uri, name, made.version, folder)
-        return Served(
-            tracked.tracking_uri, made.version, downloaded, base_folder, folder / "policy"
-        )
+        return serve_base(name, model, base_folder, store, tmp_path_factory.mktemp("served"))
 
     return make
 

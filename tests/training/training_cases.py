@@ -8,19 +8,25 @@ import dataclasses
 import warnings
 
 import numpy as np
+import pytest
 import torch
 
+from ebbflow.data.records import StageRecord
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
+from ebbflow.models import load_model
 from ebbflow.models.base import device_of
+from ebbflow.recipe.algorithms import EmaScheduleConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.batches import build_forward_batch, build_trajectory_batch
 from ebbflow.training.policy import Policy
+from ebbflow.training.policy_io import open_policy, save_policy
 from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.update import PolicyUpdater
 from tests.glyph_stages import small_stage
+from tests.parameters import values
 
 FULL = PolicyConfig(train="full")
 LORA = PolicyConfig(train="lora", rank=4, alpha=8)
@@ -127,3 +133,42 @@ def spoilt(batch, field, row, wrong):
     changed = getattr(batch, field).clone()
     changed[row] = wrong
     return dataclasses.replace(batch, **{field: changed})
+
+
+AVERAGED = EmaScheduleConfig(slope=0.25, max_decay=0.8)
+BOTH = pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
+
+
+def averaged(config):
+    return PolicyConfig(**{**config.model_dump(), "ema": AVERAGED})
+
+
+def take_steps(updater, count, group_index=None):
+    """The parameters after each of some steps of one update on the same samples."""
+    batch = forward_rows(
+        updater.policy.model, updater.stage, *(() if group_index is None else (group_index,))
+    )
+    seen = []
+    for _ in range(count):
+        updater.update_policy(batch, 2)
+        updater.finish_step()
+        seen.append(values(updater.policy))
+    return seen
+
+
+def train(ctx, base_folder, folder, trained, updates):
+    """Train a policy folder into another with plain gradient descent; returns (parameters, average)
+    as they were left.
+    """
+    model = load_model(base_folder)
+    policy, metadata = open_policy(ctx, model, folder)
+    updater = PolicyUpdater(policy, ctx.online_config, metadata, sgd(policy, 0.5))
+    take_steps(updater, updates)
+    record = StageRecord(
+        label="x", algorithm="sft", samples=0, optimizer_steps=updater.updates, seconds={}
+    )
+    save_policy(ctx, updater, metadata, record, trained)
+    return values(policy), policy.copies.get("ema")
+
+
+UNITS = {"diffusion_nft": ALONE, "dgpo": GROUPS, "crd": GROUPS, "diffusion_dpo": PAIRS}
