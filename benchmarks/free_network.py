@@ -3,7 +3,7 @@
 
 The network and the VAE are left out, so that no GPU and no weights are needed: the network's
 seconds on an H100 are predicted from its floating-point operations (``ebbflow.estimate``), the
-kernels of the sampler's steps from their bytes (``benchmarks.cuda_budget``), and the work of the
+kernels of the sampler's steps from their bytes (``benchmarks.kernel_counts``), and the work of the
 CPU is measured, in CPU-seconds of one thread. What a thread does beside the network is on the GPU's
 path only where it takes longer than the network.
 """
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cuda_budget import CONSTANTS, count_kernels
+from benchmarks.kernel_counts import CONSTANTS, count_kernels
 from benchmarks.machine import describe_machine
 from ebbflow.data.images import encode_pngs
 from ebbflow.data.model_sizes import SampleSize

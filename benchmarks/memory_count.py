@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.cuda_budget import _normalize, attend
+from benchmarks.kernel_counts import attend, normalize
 from ebbflow.data.model_sizes import ENCODED_AT_ONCE
 from ebbflow.data.prompts import Prompt
 from ebbflow.estimate.main_memory import count_sample_bytes
@@ -225,7 +225,7 @@ def count_bytes() -> Iterator[ByteCounter]:
         patch.object(policies, "add_placeholders", add_placeholders_on_meta),
         # As attributes, not as a mode: a mode is off while checkpointing repeats a block.
         patch.object(functional, "scaled_dot_product_attention", attend),
-        patch.object(functional, "rms_norm", _normalize),
+        patch.object(functional, "rms_norm", normalize),
         patch.object(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True),
         counter,
     ):

@@ -142,7 +142,8 @@ def test_a_reader_that_was_not_asked_at_an_evaluation_has_no_score_there():
     assert interpolate_score(curve, BOTH_GOALS, "cpu_seconds") is None
 
 
-def test_the_report_is_made_of_the_results_alone(tmp_path):
+def make_runs():
+    """Runs of algorithms on two processors, with one seed or two."""
     point = {"cpu_seconds": 0.0, "ocr": 0.5}
     scores = {"ocr": 0.95, "exact_match": 0.8, "similarity": 0.7, "velocity_drift": 1.9}
     run = {
@@ -181,9 +182,12 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
     ):
         curve = {"curve": [point, {"cpu_seconds": seconds, "ocr": 0.95}]}
         runs.append(runs[0] | curve | {"name": name, "kind": "policy_gradient"} | keys)
-    (tmp_path / "a.json").write_text(
-        json.dumps({"machine": {"cpu": "x", "cores": 2}, "runs": runs})
-    )
+    return runs
+
+
+def test_the_report_is_made_of_the_results_alone(tmp_path):
+    results = {"machine": {"cpu": "x", "cores": 2}, "runs": make_runs()}
+    (tmp_path / "a.json").write_text(json.dumps(results))
     write_report(tmp_path / "a.json")
     page = (tmp_path / "a.md").read_text()
     assert (

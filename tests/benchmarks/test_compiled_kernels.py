@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import cuda_budget
+from benchmarks import kernel_counts
 
 pytest.importorskip("triton", reason="torch for CPUs comes without Triton")
 from benchmarks.compiled_kernels import build_kernels, compile_block
@@ -41,7 +41,7 @@ def meta(*shape: int) -> Tensor:
 def test_norm_and_modulation_are_one_kernel_and_build_for_an_h100():
     block = ModulatedBlock().to("meta", torch.bfloat16)
     compiled = compile_block(
-        block, [meta(ROWS, TOKENS, WIDTH)], {"scale": meta(ROWS, WIDTH)}, cuda_budget.attend
+        block, [meta(ROWS, TOKENS, WIDTH)], {"scale": meta(ROWS, WIDTH)}, kernel_counts.attend
     )
     norm, product, residual = compiled.kernels
     assert [kernel.name for kernel in compiled.kernels] == ["triton", "aten.addmm.out", "triton"]
@@ -57,7 +57,7 @@ def test_norm_and_modulation_are_one_kernel_and_build_for_an_h100():
 
 
 def test_attention_is_flash_attention_with_its_operations():
-    compiled = compile_block(AttentionBlock(), [meta(1, 2, 8, 16)], {}, cuda_budget.attend)
+    compiled = compile_block(AttentionBlock(), [meta(1, 2, 8, 16)], {}, kernel_counts.attend)
     (attention,) = compiled.kernels
     assert "flash_attention" in attention.name
     assert attention.flops == 2 * 2 * (2 * 8 * 8 * 16)
@@ -66,7 +66,7 @@ def test_attention_is_flash_attention_with_its_operations():
 def test_nothing_stays_of_the_pretended_gpu():
     available = torch.cuda.is_available()
     properties = torch.cuda.get_device_properties
-    compile_block(AttentionBlock(), [meta(1, 2, 8, 16)], {}, cuda_budget.attend)
+    compile_block(AttentionBlock(), [meta(1, 2, 8, 16)], {}, kernel_counts.attend)
     assert torch.cuda.is_available() == available
     assert torch.cuda.get_device_properties is properties
     assert not torch.compiler.is_compiling()

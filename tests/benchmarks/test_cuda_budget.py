@@ -11,15 +11,8 @@ import pytest
 import torch
 
 from benchmarks import cuda_budget
-from benchmarks.cuda_budget import (
-    CASES,
-    COMPILED,
-    Counts,
-    count_kernels,
-    format_case,
-    measure_case,
-    measure_compiled,
-)
+from benchmarks.cuda_budget import CASES, COMPILED, format_case, measure_case, measure_compiled
+from benchmarks.kernel_counts import CONSTANTS, Counts, count_kernels
 
 LIMIT = 1.1
 """Kernels and predicted time of a forward pass with adapters, for one of diffusers' own."""
@@ -77,7 +70,7 @@ def test_kernels_casts_and_work_are_counted():
     assert counts.kernels == {"_to_copy": 3, "mm": 2}, "the weight is cast once"
     assert counts.casts == 3
     assert counts.flops == 2 * (2 * 8 * 4 * 16)
-    assert counts.seconds["mm"] == 2 * cuda_budget.CONSTANTS["launch"]
+    assert counts.seconds["mm"] == 2 * CONSTANTS["launch"]
 
 
 @pytest.mark.parametrize(("mask", "masked"), [(None, 0), (torch.ones(1, 1, 1, 8) > 0, 1)])

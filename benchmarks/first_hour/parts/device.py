@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.cuda_budget import CONSTANTS
 from benchmarks.first_hour.lines import Line, Setting, judge, skip
 from benchmarks.first_hour.parts import PARTS
 from benchmarks.gpu import measure_matmul_peak, time_call
 from benchmarks.gpu_sides import SIZES
+from benchmarks.kernel_counts import CONSTANTS
 from ebbflow.compute import SMALLEST_DRIVER, read_driver_version
 
 PEAKS = {

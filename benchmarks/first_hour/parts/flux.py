@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.cuda_budget import CASES, count_kernels
+from benchmarks.cuda_budget import CASES
 from benchmarks.first_hour.lines import Line, Setting, judge, skip
 from benchmarks.first_hour.parts.ratio import move_adapters
 from benchmarks.first_hour.parts.speed import FORWARD, judge_kernels
 from benchmarks.gpu import measure_matmul_peak
+from benchmarks.kernel_counts import count_kernels
 from ebbflow.models.base import Conditioning, predict
 from ebbflow.models.sizes import build_meta_adapter
 from ebbflow.recipe.policy import PolicyConfig
