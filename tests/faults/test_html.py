@@ -77,6 +77,41 @@ class Page(HTMLParser):
         self.comments.append(data)
 
 
+def write_evaluation(path: Path, label: str, version: int, text: str) -> tuple[Evaluation, Path]:
+    """An evaluation of four samples with one text everywhere, and where the samples are."""
+    picture = encode_pngs(np.full((1, 8, 8, 3), 90 * version, np.uint8))[0]
+    rows = [
+        {
+            "prompt_id": prompt,
+            "sample": 0,
+            "split": "held_out",
+            "prompt": text,
+            "target": text if prompt % 2 else None,
+        }
+        | {
+            "image": picture,
+            "reward": 0.1 * version,
+            "ocr": 0.2,
+            "exact_match": 0.0,
+            "failure": text,
+        }
+        for prompt in range(4)
+    ]
+    table = pa.Table.from_pylist(rows, schema=build_evaluation_schema(METRICS))
+    pa.parquet.write_table(table, path)
+    means = {"reward": 0.1 * version, "ocr": 0.2, "exact_match": 0.0, text: 0.3, "Own": 0.1}
+    evaluation = Evaluation(
+        label=label,
+        policy_version=version,
+        held_out=means,
+        validation=means,
+        coverage=1.0,
+        velocity_drift=0.0,
+        seconds={text: 1.0},
+    )
+    return evaluation, path
+
+
 def made(folder: Path, hostile: str | None) -> ReportInputs:
     """A run's report with one text everywhere that a user or a server can have one, or with a
     harmless one.
@@ -94,43 +129,12 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
         }
     )
     folder.mkdir()
-    tables = []
-    evaluations = []
-    for number, label in enumerate(("before", text)):
-        picture = encode_pngs(np.full((1, 8, 8, 3), 90 * number, np.uint8))[0]
-        rows = [
-            {
-                "prompt_id": prompt,
-                "sample": 0,
-                "split": "held_out",
-                "prompt": text,
-                "target": text if prompt % 2 else None,
-            }
-            | {
-                "image": picture,
-                "reward": 0.1 * number,
-                "ocr": 0.2,
-                "exact_match": 0.0,
-                "failure": text,
-            }
-            for prompt in range(4)
-        ]
-        table = pa.Table.from_pylist(rows, schema=build_evaluation_schema(METRICS))
-        path = folder / f"{number}.parquet"
-        pa.parquet.write_table(table, path)
-        means = {"reward": 0.1 * number, "ocr": 0.2, "exact_match": 0.0, text: 0.3, "Own": 0.1}
-        evaluation = Evaluation(
-            label=label,
-            policy_version=number,
-            held_out=means,
-            validation=means,
-            coverage=1.0,
-            velocity_drift=0.0,
-            seconds={text: 1.0},
-        )
-        tables.append(table)
-        evaluations.append((evaluation, path))
-    decision = decide_by_gate(recipe, evaluations[1][0], evaluations[0][0], tables[1], tables[0])
+    before, after = (
+        write_evaluation(folder / f"{version}.parquet", label, version, text)
+        for version, label in enumerate(("before", text))
+    )
+    tables = [pa.parquet.read_table(path) for _, path in (before, after)]
+    decision = decide_by_gate(recipe, after[0], before[0], tables[1], tables[0])
     decision = decision.model_copy(
         update={
             "reasons": [*decision.reasons, text],
@@ -157,7 +161,7 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
     return ReportInputs(
         recipe=recipe,
         tracked=tracked,
-        evaluations=evaluations,
+        evaluations=[before, after],
         stages=[(record, [{"step": 1.0, "loss": 0.5, "reward/mean": 0.4, text: 0.1}])],
         decision=decision,
         registration=Registration(model_name=text, version=text, champion=True, previous=text),

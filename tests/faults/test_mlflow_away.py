@@ -134,6 +134,15 @@ def log_some(node, steps: range) -> None:
         node.log_metrics({"reward/mean": step / 100, "loss": 1.0}, step)
 
 
+def log_everything(run_logger: RunLogger) -> None:
+    """Eleven records, of every kind."""
+    log_some(run_logger, range(3))
+    run_logger.log_table("samples", pa.table({"prompt": ["A"], "reward": [0.5]}))
+    run_logger.log_dataset("prompts", pa.table({"prompt": ["A"]}), "training", "made up")
+    run_logger.log_file("timeline.json", b"{}")
+    run_logger.log_image("held_out", Image.new("RGB", (8, 8), "red"), step=1)
+
+
 @pytest.mark.exhaustive
 def test_a_server_that_is_killed_during_a_stage_and_comes_back(
     server: Server, tmp_path: Path
@@ -150,14 +159,9 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(
         log_some(online, range(300, 900))
         online.log_image("validation", Image.new("RGB", (8, 8)), step=5)
         online.log_params({"optimizer_steps": 900})
-        with open_node_run(
-            tracked, "1.1 online rollout"
-        ) as rollout:  # it ends before the server is back
-            log_some(rollout, range(3))
-            rollout.log_table("samples", pa.table({"prompt": ["A"], "reward": [0.5]}))
-            rollout.log_dataset("prompts", pa.table({"prompt": ["A"]}), "training", "made up")
-            rollout.log_file("timeline.json", b"{}")
-            rollout.log_image("held_out", Image.new("RGB", (8, 8), "red"), step=1)
+        # It ends before the server is back.
+        with open_node_run(tracked, "1.1 online rollout") as rollout:
+            log_everything(rollout)
         messages = deliver_saved_records(tracked)
         assert any(
             "1.1 online rollout: MLflow is away; 11 records wait in" in sentence

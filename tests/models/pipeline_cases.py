@@ -306,14 +306,12 @@ def _draw(
         return stepped
 
     asked = _asked(pipeline, model, wanted, noises)
+    watching: AbstractContextManager[Any] = nullcontext()
     if model.config.family in WITHOUT_CALLBACK:
-        watching: AbstractContextManager[Any] = patch.object(
-            pipeline.scheduler, "step", remember_step
-        )
+        watching = patch.object(pipeline.scheduler, "step", remember_step)
         # Its pipeline takes the scale from the folder.
         pipeline.guider.guidance_scale = asked.pop("guidance_scale")
     else:
-        watching = nullcontext()
         asked["callback_on_step_end"] = watch
         asked["callback_on_step_end_tensor_inputs"] = names
     if model.config.family in MODULAR:

@@ -7,7 +7,8 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,50 @@ def make_picture(seed: int) -> bytes:
     return file.getvalue()
 
 
+def name_folders(base: Path, folder: Path, name: str, recipe: Recipe) -> StageFolders:
+    """Where a stage of this name finds and leaves what it works on, below ``folder``."""
+    edits_images = FAMILIES[recipe.model.family].edits_images
+    prompts = folder / ("edits.parquet" if edits_images else "prompts.parquet")
+    return StageFolders(base, folder / f"start-{name}", prompts, folder / f"trained-{name}")
+
+
+@contextmanager
+def watch_samples(
+    before_step: Callable[[int], None],
+) -> Iterator[tuple[dict[str, str], dict[str, Tensor], list[int]]]:
+    """Fill (the digest of each sample by step, prompt and number, its latents, the size of each
+    batch of the families of diffusers that this process decodes), with a reward that costs nothing.
+    """
+    digests: dict[str, str] = {}
+    latents: dict[str, Tensor] = {}
+    decoded: list[int] = []
+    next_batch = RolloutQueue.next_batch
+    decode_latents = PipelineModel.decode_latents
+
+    def count_decoded(model: PipelineModel, latents: Tensor) -> np.ndarray:
+        decoded.append(len(latents))
+        return decode_latents(model, latents)
+
+    async def watch_batch(queue: RolloutQueue, version: int) -> RolloutBatch:
+        before_step(version)
+        batch = await next_batch(queue, version)
+        for part in batch.parts:
+            rollouts = await queue.workers.fetch_value(part.rollouts)
+            for row, prompt in enumerate(part.request.prompts):
+                key = f"{version}/{prompt.prompt_id}/{int(part.request.keys.samples[row])}"
+                digests[key] = digest_sample(rollouts, row)
+                latents[key] = rollouts.latents[row].clone()
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            train_folder, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),))
+        )
+        patch.setattr(RolloutQueue, "next_batch", watch_batch)
+        patch.setattr(PipelineModel, "decode_latents", count_decoded)
+        yield digests, latents, decoded
+
+
 def run_stage(
     base: Path,
     folder: Path,
@@ -159,45 +204,15 @@ def run_stage(
     """
     ctx = StageContext(recipe, 0, 0)
     ranks = Ranks.current()
-    start = folder / f"start-{name}"
-    edits_images = FAMILIES[recipe.model.family].edits_images
-    prompts = "edits.parquet" if edits_images else "prompts.parquet"
-    if ranks.rank == 0 and not start.exists():
-        write_base_policy(start, verify_folder(base), recipe.digest, recipe.policy)
+    folders = name_folders(base, folder, name, recipe)
+    if ranks.rank == 0 and not folders.policy.exists():
+        write_base_policy(folders.policy, verify_folder(base), recipe.digest, recipe.policy)
     ranks.wait_for_all()
     recorder = MetricsRecorder()
-    samples: dict[str, str] = {}
-    latents: dict[str, Tensor] = {}
-    next_batch = RolloutQueue.next_batch
-    decode_latents = PipelineModel.decode_latents
-    decoded: list[int] = []
-
-    def count_decoded(model: PipelineModel, latents: Tensor) -> np.ndarray:
-        decoded.append(len(latents))
-        return decode_latents(model, latents)
-
-    async def watch_batch(queue: RolloutQueue, version: int) -> RolloutBatch:
-        before_step(version)
-        batch = await next_batch(queue, version)
-        for part in batch.parts:
-            rollouts = await queue.workers.fetch_value(part.rollouts)
-            keys = [f"{version}/{prompt.prompt_id}" for prompt in part.request.prompts]
-            for row, key in enumerate(keys):
-                number = int(part.request.keys.samples[row])
-                samples[f"{key}/{number}"] = digest_sample(rollouts, row)
-                latents[f"{key}/{number}"] = rollouts.latents[row].clone()
-        return batch
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            train_folder, "load_scorer", lambda rewards, guardrails: Scorer(((Flat(), 1.0),))
-        )
-        patch.setattr(RolloutQueue, "next_batch", watch_batch)
-        patch.setattr(PipelineModel, "decode_latents", count_decoded)
-        trained = folder / f"trained-{name}"
+    with watch_samples(before_step) as (digests, latents, decoded):
         train_online_folder(
             ctx,
-            StageFolders(base, start, folder / prompts, trained),
+            folders,
             recorder,
             checkpoints=Checkpoints(ctx, folder / f"checkpoints-{name}"),
             replicas=replicas,
@@ -206,16 +221,17 @@ def run_stage(
     if ranks.rank == 0:
         save_file(latents, folder / f"latents-{name}.safetensors")
     ranks.wait_for_all()
-    metrics = [
-        {key: value for key, value in row.items() if not key.startswith(TIMED)}
-        for row in recorder.metrics_rows
-    ]
     return {
-        "samples": samples,
-        "metrics": metrics,
-        "policy": verify_folder(trained),
+        "samples": digests,
+        "metrics": drop_times(recorder.metrics_rows),
+        "policy": verify_folder(folders.output),
         "decoded": sum(decoded),
     }
+
+
+def drop_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics of steps without those that a clock changes."""
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
 
 
 def digest_sample(rollouts: Rollouts, row: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import mlflow.pyfunc
 import pandas as pd
@@ -48,7 +49,10 @@ def _publish_lora(base: Path, folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: Path) -> None:
+def write_inputs(workplace: Path) -> dict[str, Any]:
+    """Write a base model, a LoRA of it, prompts to train on and others to be judged on; returns
+    what a recipe says about a run on them.
+    """
     base, lora, prompts, judged = (
         workplace / name for name in ("sd3", "lora", "prompts.txt", "benchmark.jsonl")
     )
@@ -76,7 +80,7 @@ def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: 
         "batch_size": 8,
         "epochs": 1,
     }
-    changes = {
+    return {
         "model": {
             "family": "sd3",
             "path": str(base),
@@ -100,7 +104,10 @@ def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: 
         ],
         "promotion": {"model_name": "tiny-sd3"},
     }
-    done = run_pipeline(workplace, changes)
+
+
+def test_a_published_layout_goes_from_a_lora_to_a_registered_version(workplace: Path) -> None:
+    done = run_pipeline(workplace, write_inputs(workplace))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (path,) = (workplace / "runs").glob("*/summary.json")
     summary = json.loads(path.read_text())

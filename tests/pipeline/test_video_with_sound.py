@@ -71,11 +71,9 @@ def test_a_video_with_sound_goes_from_training_to_a_served_version(workplace: Pa
     assert hear(before).shape == (len(before), 132, 2)
     shards = list(nodes.rglob("rollouts-*.parquet"))
     assert shards
-    for shard in shards:
-        hear(read_table(shard)["image"].to_pylist())
+    assert all(len(hear(read_table(shard)["image"].to_pylist())) for shard in shards)
 
-    pages = [report.read_text() for report in (workplace / "runs").rglob("report.html")]
-    page = max(pages, key=len)
+    page = max((path.read_text() for path in (workplace / "runs").rglob("report.html")), key=len)
     assert 'class="waveform"' in page
     assert '<audio controls preload="none" src="data:audio/wav;base64,' in page
 
