@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ebbflow.training.policy import Policy
 
@@ -38,3 +38,8 @@ def changed(policy: Policy, before: Mapping[str, Tensor]) -> set[str]:
     return {
         name for name, value in policy.parameters.items() if not torch.equal(value, before[name])
     }
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Those of a network, trained or not."""
+    return sum(parameter.numel() for parameter in module.parameters())

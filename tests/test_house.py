@@ -243,6 +243,33 @@ def test_test_files_have_names_of_their_own() -> None:
     assert [name for name, count in Counter(path.name for path in loose).items() if count > 1] == []
 
 
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+FOLDERS = ("ebbflow", "tasks", "workflows", "examples", "tests", "benchmarks")
+"""Where sources lie."""
+
+
+def test_no_file_is_longer_than_the_limit() -> None:
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in paths}
+    assert len(lengths) > 900, "The sources are not found."
+    assert {path: count for path, count in lengths.items() if count > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_longer_than_the_limit() -> None:
+    """Except in benchmarks, where a function that formats a page has the page's text."""
+    too_long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for folder in FOLDERS
+        if folder != "benchmarks"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert too_long == []
+
+
 TOLERANCE = re.compile(
     r"\b(approx|allclose|assert_allclose|assert_close|assert_equal_to_rounding|isclose)\("
     r"|[<>] 1e-\d"

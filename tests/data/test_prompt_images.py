@@ -15,13 +15,7 @@ from PIL import Image
 from prompt_cases import write_file
 
 from ebbflow.data.prompt_files import read_prompt_file
-from ebbflow.data.prompts import (
-    PromptError,
-    PromptRow,
-    read_prompts,
-    split_prompts,
-    write_prompts,
-)
+from ebbflow.data.prompts import PromptError, PromptRow, read_prompts, split_prompts, write_prompts
 
 
 def picture(grey: int) -> bytes:

@@ -11,10 +11,7 @@ from ebbflow.data import prompt_windows
 from ebbflow.data.images import decode_pngs
 from ebbflow.data.schema import build_evaluation_schema
 from ebbflow.evaluation import drift
-from ebbflow.evaluation.evaluate import (
-    build_evaluation_keys,
-    evaluate_on_prompts,
-)
+from ebbflow.evaluation.evaluate import build_evaluation_keys, evaluate_on_prompts
 from ebbflow.evaluation.image_statistics import STATISTICS as PER_IMAGE
 from ebbflow.flow.noise import generate_noise
 from ebbflow.models import load_model

@@ -11,11 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 from click.testing import CliRunner
-from label_cases import (
-    rate,
-    send_answers,
-    write_evaluation,
-)
+from label_cases import rate, send_answers, write_evaluation
 
 from ebbflow.cli import main
 

@@ -7,12 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pipeline_cases import (
-    FIRST_AND_LAST,
-    NEWER_FAMILIES_IN_TEST_ALL,
-    TINY,
-    draws_videos,
-)
+from pipeline_cases import FIRST_AND_LAST, NEWER_FAMILIES_IN_TEST_ALL, TINY, draws_videos
 from torch import nn
 
 from ebbflow.models import ModelError

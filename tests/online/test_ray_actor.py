@@ -1,10 +1,15 @@
-"""What actors of a stage on Ray load."""
+"""Actors of a stage on Ray: what they load, where they may run, and what the loss of one means."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from ebbflow.online.ray_actor import load_reward_gradients
+import pytest
+from ray.exceptions import ActorUnavailableError, ObjectLostError, OwnerDiedError
+
+from ebbflow.online.ray_actor import load_reward_gradients, pin_to_cores
+from ebbflow.online.ray_workers import RayWorker, RecoverableStageError, ResultGone, TrainingDied
+from ebbflow.online.workers import StageError, WorkerDied
 from ebbflow.stage import StageContext
 from tests.conftest import Darkness
 
@@ -25,3 +30,30 @@ def test_a_training_rank_loads_the_rewards_with_a_gradient_alone(make_recipe, al
     recipe = make_recipe(online={"algorithm": {"name": algorithm}}, rewards=rewards)
     scorer = load_reward_gradients(StageContext(recipe, 0, 0))
     assert (scorer and set(scorer.reward_weights)) == columns
+
+
+@pytest.mark.parametrize(
+    ("role", "error", "means"),
+    [
+        ("rollout", ActorUnavailableError("its machine is gone", None), WorkerDied),
+        ("reward", ObjectLostError("aa", None, ""), ResultGone),
+        ("training", ObjectLostError("aa", None, ""), ResultGone),
+        ("training", ActorUnavailableError("its machine is gone", None), TrainingDied),
+        ("reward", OwnerDiedError("aa", None, ""), TrainingDied),
+    ],
+)
+def test_what_a_lost_machine_means(make_recipe, role, error, means):
+    """Results that lay there are no death of the worker that was to be given them; only weights
+    belong to a worker, rank 0.
+    """
+    ctx = StageContext(make_recipe(online={"placement": "ray"}), 0, 0)
+    worker = RayWorker.__new__(RayWorker)
+    worker.role, worker.index, worker.workers = role, 0, SimpleNamespace(ctx=ctx, step=2)
+    cause = worker._explain_error(error)
+    assert type(cause) is means
+    assert issubclass(means, RecoverableStageError) is (means is not WorkerDied)
+
+
+def test_cores_that_are_not_there_are_named():
+    with pytest.raises(StageError, match=r"resources.rollout.cores = \[4000\].*may use \["):
+        pin_to_cores([4000], "rollout")

@@ -11,12 +11,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -24,28 +22,19 @@ import pytest
 import ray
 import ray_cases
 import torch
-from ray.exceptions import ActorUnavailableError, ObjectLostError, OwnerDiedError
+from ray_stage_cases import CPUS, StageOutcome, assert_same, read_outcome, wait_until_gone
 from ray_worker import forked_workers
-from safetensors.torch import load_file
 
 from benchmarks.tiny_models import build_tiny
 from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.data.prompts import Prompt, write_prompts
-from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import PROMPTS
 from ebbflow.online import ray_workers
 from ebbflow.online.loop import OnlineLoop
-from ebbflow.online.ray_actor import ActorFolders, pin_to_cores
-from ebbflow.online.ray_workers import (
-    NoReplacement,
-    RayWorker,
-    RayWorkers,
-    RecoverableStageError,
-    ResultGone,
-    TrainingDied,
-)
+from ebbflow.online.ray_actor import ActorFolders
+from ebbflow.online.ray_workers import NoReplacement, RayWorker, RayWorkers, TrainingDied
 from ebbflow.online.train_folder import train_online_folder
-from ebbflow.online.workers import StageError, WorkerDied
+from ebbflow.online.workers import StageError
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rollouts.generate import Rollouts
@@ -54,9 +43,6 @@ from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
-
-CPUS = 2
-TIMED = ("seconds/", "ms_per_image/", "images_per_second", "push/", "utilisation/", "workers/")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,18 +80,6 @@ def test_it_answers_only_who_has_its_token(mode: str, answered: bool) -> None:
     )
     assert ("gcs_pid" in done.stdout) is answered, done.stderr
     assert ("InvalidAuthToken" in done.stderr) is not answered
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a stage left behind: the policy's parameters, the metrics of its steps without those of
-    time, and its record.
-    """
-
-    parameters: dict[str, torch.Tensor]
-    metrics: list[dict[str, float]]
-    replaced: float
-    record: StageRecord
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +135,7 @@ def train(base_folder, start, tmp_path):
     for the base model.
     """
 
-    def run(ctx: StageContext, prompts: list[Prompt], base: Any = None) -> Ran:
+    def run(ctx: StageContext, prompts: list[Prompt], base: Any = None) -> StageOutcome:
         folder = start(ctx)
         recorder = MetricsRecorder()
         trained = tmp_path / f"trained-{ctx.online_config.placement}"
@@ -176,37 +150,9 @@ def train(base_folder, start, tmp_path):
             recorder,
             actors=actors,
         )
-        return ran(trained, recorder, record)
+        return read_outcome(trained, recorder, record)
 
     return run
-
-
-def ran(folder: Path, recorder: MetricsRecorder, record: StageRecord) -> Ran:
-    verify_folder(folder)
-    kept_metrics = [
-        {k: v for k, v in row.items() if not k.startswith(TIMED)} for row in recorder.metrics_rows
-    ]
-    parameters = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    return Ran(parameters, kept_metrics, recorder.metrics_rows[-1]["workers/replaced"], record)
-
-
-def assert_same(one: Ran, other: Ran) -> None:
-    assert one.metrics == other.metrics
-    assert one.parameters.keys() == other.parameters.keys()
-    assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
-    assert (one.record.samples, one.record.optimizer_steps) == (
-        other.record.samples,
-        other.record.optimizer_steps,
-    )
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    """Ends when these processes have ended and Ray has got their cores back."""
-    while (
-        any(Path(f"/proc/{pid}").exists() for pid in pids)
-        or ray.available_resources().get("CPU") != CPUS
-    ):
-        time.sleep(0.1)
 
 
 # What one process computes.
@@ -313,7 +259,7 @@ def test_two_ranks_train_together_and_end_together(
             return record
 
         record = asyncio.run(twice())
-        together = ran(tmp_path / "trained", recorder, record)
+        together = read_outcome(tmp_path / "trained", recorder, record)
     wait_until_gone([int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()])
     for one, other in zip(alone.metrics, together.metrics, strict=True):
         apart = {
@@ -336,7 +282,7 @@ def test_two_ranks_that_share_tokens_learn_what_one_process_learns(context_of, p
         tmp_path / "prompts.parquet",
     )
 
-    def train_flux(name: str, ctx: StageContext, context_parallel: int) -> Ran:
+    def train_flux(name: str, ctx: StageContext, context_parallel: int) -> StageOutcome:
         recipe = Recipe.model_validate(ctx.recipe.model_dump(mode="json") | {"model": model})
         start = tmp_path / f"start-{name}"
         write_base_policy(start, verify_folder(base), recipe.digest, recipe.policy)
@@ -348,7 +294,7 @@ def test_two_ranks_that_share_tokens_learn_what_one_process_learns(context_of, p
             recorder,
             context_parallel=context_parallel,
         )
-        return ran(trained, recorder, record)
+        return read_outcome(trained, recorder, record)
 
     # Adam's first steps are signs otherwise, which turn rounding into full steps.
     online = {"steps": 2, "optimizer": {"lr": 0.05, "max_grad_norm": 0.5, "eps": 1.0}}
@@ -413,7 +359,7 @@ def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(
         again,
         checkpoints=checkpoints,
     )
-    assert_same(whole, ran(folder, again, record))
+    assert_same(whole, read_outcome(folder, again, record))
 
 
 # What goes wrong.
@@ -493,27 +439,6 @@ def test_a_stage_waits_for_machines_that_join_later(
     wait_until_gone([])
 
 
-@pytest.mark.parametrize(
-    ("role", "error", "means"),
-    [
-        ("rollout", ActorUnavailableError("its machine is gone", None), WorkerDied),
-        ("reward", ObjectLostError("aa", None, ""), ResultGone),
-        ("training", ObjectLostError("aa", None, ""), ResultGone),
-        ("training", ActorUnavailableError("its machine is gone", None), TrainingDied),
-        ("reward", OwnerDiedError("aa", None, ""), TrainingDied),
-    ],
-)
-def test_what_a_lost_machine_means(context_of, role, error, means):
-    """Results that lay there are no death of the worker that was to be given them; only weights
-    belong to a worker, rank 0.
-    """
-    worker = RayWorker.__new__(RayWorker)
-    worker.role, worker.index, worker.workers = role, 0, SimpleNamespace(ctx=context_of({}), step=2)
-    cause = worker._explain_error(error)
-    assert type(cause) is means
-    assert issubclass(means, RecoverableStageError) is (means is not WorkerDied)
-
-
 @pytest.mark.parametrize("role", ["rollout", "reward"])
 def test_a_worker_for_whom_there_is_no_room_any_more(context_of, role, monkeypatch, caplog):
     """As when its machine is gone: Ray waits for ever for a place that fits."""
@@ -546,8 +471,3 @@ def test_a_worker_for_whom_there_is_no_room_any_more(context_of, role, monkeypat
         asyncio.run(workers._replace_worker(role, 3))
     assert f"{role} worker 3 waits for {asked}" in caplog.text
     assert stopped == [3]
-
-
-def test_cores_that_are_not_there_are_named():
-    with pytest.raises(StageError, match=r"resources.rollout.cores = \[4000\].*may use \["):
-        pin_to_cores([4000], "rollout")

@@ -63,6 +63,33 @@ def parse(page: str) -> Element:
     return tree.root
 
 
+def _list_heading_problems(root: Element) -> list[str]:
+    levels = [int(element.tag[1]) for element in root.all("h1", "h2", "h3", "h4", "h5", "h6")]
+    found = [
+        f"an h{level} follows an h{before}"
+        for before, level in zip(levels, levels[1:], strict=False)
+        if level > before + 1
+    ]
+    return found + [
+        f"a heading without text: {one.tag}"
+        for one in root.all("h1", "h2", "h3", "h4")
+        if not one.whole_text
+    ]
+
+
+def _list_table_problems(table: Element) -> list[str]:
+    captions = table.all("caption")
+    found = [] if captions and captions[0].whole_text else ["a table without a caption"]
+    found += [
+        f"a header cell without a scope: {one.whole_text}"
+        for one in table.all("th")
+        if "scope" not in one.attributes
+    ]
+    rows = [row for body in table.all("tbody") for row in body.all("tr")]
+    found += [f"a row without a header: {row.whole_text}" for row in rows if not row.all("th")]
+    return found
+
+
 def problems(page: str) -> list[str]:
     """What keeps a person without a mouse or without sight from a page; empty if nothing does."""
     root = parse(page)
@@ -80,17 +107,7 @@ def problems(page: str) -> list[str]:
         if len(root.all(tag)) != 1
     ]
     found += [] if root.all("html")[0].attributes.get("lang") else ["the page names no language"]
-    levels = [int(element.tag[1]) for element in root.all("h1", "h2", "h3", "h4", "h5", "h6")]
-    found += [
-        f"an h{level} follows an h{before}"
-        for before, level in zip(levels, levels[1:], strict=False)
-        if level > before + 1
-    ]
-    found += [
-        f"a heading without text: {one.tag}"
-        for one in root.all("h1", "h2", "h3", "h4")
-        if not one.whole_text
-    ]
+    found += _list_heading_problems(root)
     found += [
         f"an image without a text: {one.attributes}"
         for one in root.all("img")
@@ -103,18 +120,7 @@ def problems(page: str) -> list[str]:
     ]
     found += [f"{len(svgs)} charts without a label"] if svgs else []
     for table in root.all("table"):
-        found += (
-            []
-            if table.all("caption") and table.all("caption")[0].whole_text
-            else ["a table without a caption"]
-        )
-        found += [
-            f"a header cell without a scope: {one.whole_text}"
-            for one in table.all("th")
-            if "scope" not in one.attributes
-        ]
-        rows = [row for body in table.all("tbody") for row in body.all("tr")]
-        found += [f"a row without a header: {row.whole_text}" for row in rows if not row.all("th")]
+        found += _list_table_problems(table)
     found += [
         f"a {one.tag} without a name" for one in root.all("a", "button") if not one.whole_text
     ]

@@ -21,11 +21,17 @@ from transformers import (
     SwinConfig,
 )
 
-from benchmarks.tiny_models.tokenizers import build_qwen_tokenizer
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.geneval_rules import CLASSES
+from tests.rewards.qwen_cases import (
+    HPSV3_HEAD,
+    qwen_weights,
+    write_qwen_processor,
+    write_video_reward,
+)
+from tests.rewards.weight_cases import draw_weights, fill_weights, linear_shapes, norm_shapes
 
 TEXTS = ["a red cat", "A dog, 3 birds & a SIGN", "", "ocean waves at night", "a red cat"]
 PREPROCESSOR = {
@@ -155,7 +161,7 @@ def write_clip(folder: Path) -> None:
     tokenizer = clip_tokenizer()
     with torch.random.fork_rng(devices=[]):
         model = CLIPModel(clip_config(tokenizer))
-    _draw(model.state_dict())
+    fill_weights(model.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
@@ -178,7 +184,7 @@ def write_detector(folder: Path, seen: str = "dog", labels: int = len(CLASSES)) 
     config = Mask2FormerConfig(backbone_config=backbone, **sizes, **layers, num_labels=labels)
     with torch.random.fork_rng(devices=[]):
         model = Mask2FormerForUniversalSegmentation(config)
-    _draw(
+    fill_weights(
         {name: weight for name, weight in model.state_dict().items() if name.startswith("model.")}
     )
     with torch.no_grad():
@@ -233,180 +239,6 @@ def write_bert_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-QWEN_WIDTH = 32
-QWEN_INNER = 48
-QWEN_EYE = 24
-QWEN_CONFIG = {
-    "architectures": ["Qwen2VLForConditionalGeneration"],
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": QWEN_WIDTH,
-    "intermediate_size": QWEN_INNER,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 2,
-    "model_type": "qwen2_vl",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vision_config": {
-        "depth": 1,
-        "embed_dim": QWEN_EYE,
-        "mlp_ratio": 2,
-        "num_heads": 2,
-        "in_chans": 3,
-        "hidden_size": QWEN_WIDTH,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
-        "temporal_patch_size": 2,
-    },
-    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
-}
-"""As Qwen2-VL-7B-Instruct says it, flat, but for the sizes, the ids of its special tokens and the
-padded vocabulary.
-"""
-HPSV3_HEAD = {0: (20, QWEN_WIDTH), 3: (6, 20), 5: (2, 6)}
-
-
-def write_qwen_processor(folder: Path) -> None:
-    """Of the repository of a Qwen2-VL, what its rewards need."""
-    tokenizer = build_qwen_tokenizer()
-    tokenizer.save_pretrained(folder)
-    ids = {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-    }
-    ids |= {
-        "bos_token_id": "<|endoftext|>",
-        "eos_token_id": "<|im_end|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
-    numbers = {key: tokenizer.convert_tokens_to_ids(token) for key, token in ids.items()}
-    (folder / "config.json").write_text(
-        json.dumps({**QWEN_CONFIG, **numbers, "vocab_size": len(tokenizer) + 11})
-    )
-
-
-def qwen_weights(
-    tokens: tuple[str, ...], head: dict[int, tuple[int, int]]
-) -> dict[str, torch.Tensor]:
-    """A Qwen2-VL with some more tokens under the names that transformers had then, and a head of
-    linear layers.
-    """
-    width = QWEN_WIDTH
-    eye = QWEN_EYE
-    words = len(build_qwen_tokenizer()) + len(tokens)
-    shapes: dict[str, tuple[int, ...]] = {
-        "visual.patch_embed.proj.weight": (eye, 3, 2, 14, 14),
-        **_norm("visual.merger.ln_q", eye),
-        **_linear("visual.merger.mlp.0", 4 * eye, 4 * eye),
-        **_linear("visual.merger.mlp.2", 4 * eye, width),
-        "model.embed_tokens.weight": (words, width),
-        "model.norm.weight": (width,),
-        "lm_head.weight": (words, width),
-    }
-    block = "visual.blocks.0"
-    shapes |= _norm(f"{block}.norm1", eye) | _norm(f"{block}.norm2", eye)
-    shapes |= _linear(f"{block}.attn.qkv", eye, 3 * eye) | _linear(f"{block}.attn.proj", eye, eye)
-    shapes |= _linear(f"{block}.mlp.fc1", eye, 2 * eye) | _linear(f"{block}.mlp.fc2", 2 * eye, eye)
-    for block in (f"model.layers.{layer}" for layer in range(2)):
-        shapes |= _linear(f"{block}.self_attn.q_proj", width, width)
-        shapes |= _linear(f"{block}.self_attn.k_proj", width, width // 2) | _linear(
-            f"{block}.self_attn.v_proj", width, width // 2
-        )
-        shapes |= {
-            f"{block}.self_attn.o_proj.weight": (width, width),
-            f"{block}.mlp.down_proj.weight": (width, QWEN_INNER),
-        }
-        shapes |= {
-            f"{block}.mlp.{part}_proj.weight": (QWEN_INNER, width) for part in ("gate", "up")
-        }
-        shapes |= {
-            f"{block}.{part}_layernorm.weight": (width,) for part in ("input", "post_attention")
-        }
-    for number, size in head.items():
-        shapes |= {f"rm_head.{number}.weight": size, f"rm_head.{number}.bias": size[:1]}
-    return {
-        name: weight.bfloat16().float() for name, weight in _drawn(shapes).items()
-    }  # as published: nothing to round
-
-
-VIDEO_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
-VIDEO_SETTINGS = {
-    "data_config": {
-        "max_frame_pixels": 6 * 28 * 28,
-        "num_frames": None,
-        "fps": 2.0,
-        "eval_dim": ["VQ", "MQ", "TA"],
-        "prompt_template_type": "detailed_special",
-        "sample_type": "uniform",
-    },
-    "model_config": {"output_dim": 1, "use_special_tokens": True, "reward_token": "special"},
-    "peft_lora_config": {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "use_rslora": False},
-    "inference_config": {
-        "VQ_mean": 3.6757,
-        "VQ_std": 2.2476,
-        "MQ_mean": 1.1646,
-        "MQ_std": 1.3811,
-        "TA_mean": 2.8105,
-        "TA_std": 2.5121,
-    },
-}
-"""Of ``model_config.json``, what is read, as published but for the pixels and the rank, which is 64
-of 128.
-"""
-
-
-def lora_weights(base: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """An adapter of every linear layer of the language model, by the names of the layers."""
-    layers = [
-        name.removesuffix(".weight")
-        for name in base
-        if name.startswith("model.layers") and "_proj.weight" in name
-    ]
-    shapes = {
-        f"{layer}.lora_A.default.weight": (rank, base[f"{layer}.weight"].shape[1])
-        for layer in layers
-    }
-    return _drawn(
-        shapes
-        | {
-            f"{layer}.lora_B.default.weight": (base[f"{layer}.weight"].shape[0], rank)
-            for layer in layers
-        }
-    )
-
-
-def video_reward_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    """(a Qwen2-VL with three more tokens, an adapter of it, a head with one output)."""
-    base = qwen_weights(VIDEO_TOKENS, {})
-    return base, lora_weights(base, 4), torch.linspace(-1, 1, QWEN_WIDTH)[None]
-
-
-def write_video_reward(folder: Path) -> None:
-    """A VideoReward as published: the state of a network that peft wrapped, and what it was trained
-    with.
-    """
-    base, adapter, head = video_reward_weights()
-    adapted = {name.partition(".lora_")[0] for name in adapter}
-    state = {}
-    for name, tensor in (base | adapter | {"rm_head.weight": head}).items():
-        layer, _, part = name.rpartition(".")
-        state[f"base_model.model.{f'{layer}.base_layer.{part}' if layer in adapted else name}"] = (
-            tensor
-        )
-    (folder / "checkpoint-7").mkdir(parents=True)
-    torch.save(state, folder / "checkpoint-7" / "model.pth")
-    (folder / "model_config.json").write_text(json.dumps(VIDEO_SETTINGS))
-
-
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 BERT_WORDS = [
     "[PAD]",
@@ -445,7 +277,7 @@ def head_weights(width: int) -> dict[str, torch.Tensor]:
     """Five linear layers under the published names."""
     sizes = {0: (20, width), 2: (12, 20), 4: (8, 12), 6: (6, 8), 7: (1, 6)}
     shapes = {f"layers.{number}.weight": size for number, size in sizes.items()}
-    return _drawn(
+    return draw_weights(
         {**shapes, **{f"layers.{number}.bias": size[:1] for number, size in sizes.items()}}
     )
 
@@ -464,9 +296,9 @@ def open_clip_weights() -> dict[str, torch.Tensor]:
         "visual.proj": (vision, CLIP_WIDTH),
         "visual.conv1.weight": (vision, 3, 14, 14),
         "token_embedding.weight": (tokens, text),
-        **_norm("visual.ln_pre", vision),
-        **_norm("visual.ln_post", vision),
-        **_norm("ln_final", text),
+        **norm_shapes("visual.ln_pre", vision),
+        **norm_shapes("visual.ln_post", vision),
+        **norm_shapes("ln_final", text),
     }
     for prefix, width, inner in (("", text, 64), ("visual.", vision, 240)):
         for layer in range(2):
@@ -476,14 +308,14 @@ def open_clip_weights() -> dict[str, torch.Tensor]:
                 f"{block}.attn.in_proj_bias": (3 * width,),
             }
             shapes |= (
-                _linear(f"{block}.attn.out_proj", width, width)
-                | _norm(f"{block}.ln_1", width)
-                | _norm(f"{block}.ln_2", width)
+                linear_shapes(f"{block}.attn.out_proj", width, width)
+                | norm_shapes(f"{block}.ln_1", width)
+                | norm_shapes(f"{block}.ln_2", width)
             )
-            shapes |= _linear(f"{block}.mlp.c_fc", width, inner) | _linear(
+            shapes |= linear_shapes(f"{block}.mlp.c_fc", width, inner) | linear_shapes(
                 f"{block}.mlp.c_proj", inner, width
             )
-    return _drawn(shapes)
+    return draw_weights(shapes)
 
 
 def blip_weights() -> dict[str, torch.Tensor]:
@@ -498,69 +330,39 @@ def blip_weights() -> dict[str, torch.Tensor]:
         f"{eye}.pos_embed": (1, places, width),
         f"{eye}.patch_embed.proj.weight": (width, 3, 16, 16),
         f"{eye}.patch_embed.proj.bias": (width,),
-        **_norm(f"{eye}.norm", width),
+        **norm_shapes(f"{eye}.norm", width),
         f"{read}.embeddings.word_embeddings.weight": (MED_CONFIG["vocab_size"], words),
         f"{read}.embeddings.position_embeddings.weight": (
             MED_CONFIG["max_position_embeddings"],
             words,
         ),
-        **_norm(f"{read}.embeddings.LayerNorm", words),
-        **_linear("blip.vision_proj", width, 16),
-        **_linear("blip.text_proj", words, 16),
+        **norm_shapes(f"{read}.embeddings.LayerNorm", words),
+        **linear_shapes("blip.vision_proj", width, 16),
+        **linear_shapes("blip.text_proj", words, 16),
     }
     for layer in range(2):
         block = f"{eye}.blocks.{layer}"
-        shapes |= _norm(f"{block}.norm1", width) | _norm(f"{block}.norm2", width)
-        shapes |= _linear(f"{block}.attn.qkv", width, 3 * width) | _linear(
+        shapes |= norm_shapes(f"{block}.norm1", width) | norm_shapes(f"{block}.norm2", width)
+        shapes |= linear_shapes(f"{block}.attn.qkv", width, 3 * width) | linear_shapes(
             f"{block}.attn.proj", width, width
         )
-        shapes |= _linear(f"{block}.mlp.fc1", width, 4 * width) | _linear(
+        shapes |= linear_shapes(f"{block}.mlp.fc1", width, 4 * width) | linear_shapes(
             f"{block}.mlp.fc2", 4 * width, width
         )
         block = f"{read}.encoder.layer.{layer}"
         for part, source in (("attention", words), ("crossattention", width)):
-            shapes |= _linear(f"{block}.{part}.self.query", words, words)
-            shapes |= _linear(f"{block}.{part}.self.key", source, words) | _linear(
+            shapes |= linear_shapes(f"{block}.{part}.self.query", words, words)
+            shapes |= linear_shapes(f"{block}.{part}.self.key", source, words) | linear_shapes(
                 f"{block}.{part}.self.value", source, words
             )
-            shapes |= _linear(f"{block}.{part}.output.dense", words, words) | _norm(
+            shapes |= linear_shapes(f"{block}.{part}.output.dense", words, words) | norm_shapes(
                 f"{block}.{part}.output.LayerNorm", words
             )
-        shapes |= _linear(f"{block}.intermediate.dense", words, 80) | _linear(
+        shapes |= linear_shapes(f"{block}.intermediate.dense", words, 80) | linear_shapes(
             f"{block}.output.dense", 80, words
         )
-        shapes |= _norm(f"{block}.output.LayerNorm", words)
-    weights = _drawn(shapes) | {
+        shapes |= norm_shapes(f"{block}.output.LayerNorm", words)
+    weights = draw_weights(shapes) | {
         f"mlp.{name}": tensor for name, tensor in head_weights(words).items()
     }
     return weights | {f"{read}.embeddings.position_ids": torch.arange(64)[None]}
-
-
-def _linear(name: str, width: int, out: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (out, width), f"{name}.bias": (out,)}
-
-
-def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    _draw(weights)
-    return weights
-
-
-@torch.no_grad()
-def _draw(weights: dict[str, torch.Tensor]) -> None:
-    """Matrices so that features keep their size from layer to layer, and everything else near 0 or,
-    for scales of norms, 1.
-    """
-    stream = torch.Generator().manual_seed(3)
-    for name, weight in sorted(weights.items()):
-        noise = torch.randn(weight.shape, generator=stream)
-        if weight.ndim > 1 and "embed" not in name:
-            weight.copy_(noise * weight[0].numel() ** -0.5)
-        elif weight.ndim > 1 or "embed" in name:
-            weight.copy_(noise * 0.5)
-        else:
-            weight.copy_(0.1 * noise + name.endswith((".weight", "logit_scale")))

@@ -7,8 +7,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from network_cases import HPSV3_HEAD, as_prompts, make_reward, qwen_weights, some_images
+from network_cases import as_prompts, make_reward, some_images
 from PIL import Image
+from qwen_cases import HPSV3_HEAD, qwen_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration

@@ -7,11 +7,7 @@ from reward_cases import IMAGES, PROMPTS, Fixed, OfTheirImages
 
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.base import Reward, RewardResult
-from ebbflow.rewards.combine import (
-    RewardError,
-    Scorer,
-    load_reward,
-)
+from ebbflow.rewards.combine import RewardError, Scorer, load_reward
 
 
 class Level(Reward):

@@ -11,15 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from network_cases import (
-    VIDEO_SETTINGS,
-    VIDEO_TOKENS,
-    as_prompts,
-    make_reward,
-    video_reward_weights,
-)
+from network_cases import as_prompts, make_reward
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from qwen_cases import VIDEO_SETTINGS, VIDEO_TOKENS, video_reward_weights
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
