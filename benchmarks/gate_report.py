@@ -84,6 +84,13 @@ def _format_gains(years: int, tables: Tables) -> list[str]:
         "",
         *_format_table(["candidates", "n", "false years", "gain a year", "luck"], tables["year"]),
         "",
+        *_format_costs(tables),
+    ]
+
+
+def _format_costs(tables: Tables) -> list[str]:
+    """Format what a gain costs in prompts and samples."""
+    return [
         "## What a gain costs",
         "",
         (

@@ -209,6 +209,15 @@ def format_page(computer: Run, runs: Sequence[Run]) -> list[str]:
             _format_run_rows(runs),
         ),
         "",
+        *_format_detectors(planted, honest, hacked),
+    ]
+
+
+def _format_detectors(
+    planted: Sequence[Run], honest: Sequence[Run], hacked: Sequence[Run]
+) -> list[str]:
+    """The tables of the gate's guardrails and of the alarms."""
+    return [
         "## Guardrails of the gate",
         "",
         "How many runs each rule alone refuses, with the defaults of `promotion`.",

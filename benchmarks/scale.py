@@ -309,6 +309,20 @@ class NoiseEngine:
         return Rollouts(latents, None), OneLayer(SD3).decode_latents(latents)
 
 
+def _write_advantages(path: Path, shards: list[Path]) -> None:
+    """Write an advantage for each sample of the shards."""
+    # prompt_id and sample of each row, in the order of the shards
+    columns = [
+        pa.chunked_array([c for shard in shards for c in read_column(shard, name).chunks])
+        for name in ADVANTAGES.names[:2]
+    ]
+    values = pa.array(np.linspace(-1, 1, len(columns[0]), dtype=np.float32))
+    batch = pa.record_batch(
+        [*(column.combine_chunks() for column in columns), values], schema=ADVANTAGES
+    )
+    write_table(path, ADVANTAGES, [batch], {"seconds": {"scoring": 0.0}})
+
+
 def measure_latents(folder: Path, precision: str) -> dict[str, Any]:
     """Shards of real size: what a sample takes to write and to read, and what an epoch keeps in
     memory.
@@ -344,16 +358,7 @@ def measure_latents(folder: Path, precision: str) -> dict[str, Any]:
     )
     measured["read ms"] = 1000 * min(reads) / SD3_SHARD
     advantages = folder / "advantages.parquet"
-    # prompt_id and sample of each row, in the order of the shards
-    columns = [
-        pa.chunked_array([c for path in shards for c in read_column(path, name).chunks])
-        for name in ADVANTAGES.names[:2]
-    ]
-    values = pa.array(np.linspace(-1, 1, samples, dtype=np.float32))
-    batch = pa.record_batch(
-        [*(column.combine_chunks() for column in columns), values], schema=ADVANTAGES
-    )
-    write_table(advantages, ADVANTAGES, [batch], {"seconds": {"scoring": 0.0}})
+    _write_advantages(advantages, shards)
     updater: Any = SimpleNamespace(
         alarms=[], updates=0, policy=SimpleNamespace(context_parallel=1, model=None)
     )

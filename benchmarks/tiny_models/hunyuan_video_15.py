@@ -13,6 +13,7 @@ from transformers import (
     ByT5Tokenizer,
     Qwen2_5_VLTextConfig,
     Qwen2_5_VLTextModel,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
 )
@@ -20,10 +21,8 @@ from transformers import (
 from benchmarks.tiny_models.tokenizers import build_hunyuan_qwen_tokenizer
 
 
-def hunyuan_video_15() -> HunyuanVideo15Pipeline:
-    """The layout of HunyuanVideo-1.5, text to video; four latent channels instead of 32."""
-    tokenizer = build_hunyuan_qwen_tokenizer()
-    text_encoder = Qwen2_5_VLTextModel(
+def _build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLTextModel:
+    return Qwen2_5_VLTextModel(
         Qwen2_5_VLTextConfig(
             vocab_size=len(tokenizer),
             hidden_size=32,
@@ -41,6 +40,12 @@ def hunyuan_video_15() -> HunyuanVideo15Pipeline:
             eos_token_id=tokenizer.eos_token_id,
         )
     )
+
+
+def hunyuan_video_15() -> HunyuanVideo15Pipeline:
+    """The layout of HunyuanVideo-1.5, text to video; four latent channels instead of 32."""
+    tokenizer = build_hunyuan_qwen_tokenizer()
+    text_encoder = _build_text_encoder(tokenizer)
     # bytes, as published, so that any text has tokens
     tokenizer_2 = ByT5Tokenizer()
     text_encoder_2 = T5EncoderModel(
