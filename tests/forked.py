@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -90,10 +91,13 @@ def is_fork_server_a_fork_of_this_process() -> bool:
     new interpreter with a command line of its own.
     """
     server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if server is None:
-        return False
+    return server is not None and _has_command_of_this_process(server)
+
+
+@cache  # every test asks, and most find the server of the test before
+def _has_command_of_this_process(process: int) -> bool:
     try:
-        return psutil.Process(server).cmdline() == psutil.Process().cmdline()
+        return psutil.Process(process).cmdline() == psutil.Process().cmdline()
     except psutil.NoSuchProcess:  # it has ended, also where nobody has waited for it
         return False
 

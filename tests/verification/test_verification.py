@@ -376,7 +376,7 @@ def test_planted_bytecode_is_found(version: Version) -> None:
 
 
 def test_a_version_from_before_says_what_cannot_be_verified(
-    recipe: Recipe, name: str, version: Version, tmp_path: Path
+    recipe: Recipe, version: Version, tmp_path: Path
 ) -> None:
     tracked = start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}")
     decision = GateDecision.model_validate(
@@ -390,7 +390,7 @@ def test_a_version_from_before_says_what_cannot_be_verified(
         data / "base",
         decision,
         lineage,
-        model_name=name,
+        model_name=version.name,
         expected_champion="1",
     )
     for tag in (
@@ -398,12 +398,12 @@ def test_a_version_from_before_says_what_cannot_be_verified(
         model_version.MODEL_FILES_DIGEST,
         model_version.BASE_STORED,
     ):
-        version.client.delete_model_version_tag(name, made.version, tag)
-    _, checks = verify_version(version.uri, f"{name}/{made.version}", again=True)
+        version.client.delete_model_version_tag(version.name, made.version, tag)
+    _, checks = verify_version(version.uri, f"{version.name}/{made.version}", again=True)
     status = {check.name: check.status for check in checks}
     assert {status.pop(check) for check in ("base model", "alias", "champion again")} == {"ok"}
     assert set(status.values()) == {"not stored"}
-    shown = invoke(recipe, tmp_path, f"{name}/{made.version}")
+    shown = invoke(recipe, tmp_path, f"{version.name}/{made.version}")
     assert shown.exit_code == 3, "nothing failed, and nothing is known of it"
     assert "nothing to verify it by: policy, gate not stored" in shown.output
 

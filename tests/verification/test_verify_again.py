@@ -36,8 +36,9 @@ def recipe(gated_recipe: Recipe) -> Recipe:
 
 
 def test_the_command_prints_a_line_per_check(
-    recipe: Recipe, name: str, version: Version, tmp_path: Path
+    recipe: Recipe, version: Version, tmp_path: Path
 ) -> None:
+    name = version.name
     for named in (name, f"{name}@champion", f"{name}@challenger", f"{name}/1"):
         done = invoke(recipe, tmp_path, named)
         assert done.exit_code == 0, done.output
@@ -63,9 +64,9 @@ def test_the_command_prints_a_line_per_check(
     ],
 )
 def test_a_version_that_is_not_there(
-    recipe: Recipe, name: str, version: Version, tmp_path: Path, named: str, says: str
+    recipe: Recipe, version: Version, tmp_path: Path, named: str, says: str
 ) -> None:
-    done = invoke(recipe, tmp_path, named.format(name))
+    done = invoke(recipe, tmp_path, named.format(version.name))
     assert done.exit_code == 1
     assert says in done.output
     assert "ok " not in done.output

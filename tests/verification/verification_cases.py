@@ -4,7 +4,10 @@ change."""
 from __future__ import annotations
 
 import json
+import shutil
+import sqlite3
 import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlparse
@@ -58,6 +61,29 @@ class Version(NamedTuple):
     @property
     def tags(self) -> dict[str, str]:
         return self.client.get_model_version(self.name, self.version).tags
+
+
+class VersionCopy:
+    """A version's files and its store as they are now, in a folder of their own."""
+
+    def __init__(self, version: Version, folder: Path) -> None:
+        self.version = version
+        self.database = Path(version.uri.removeprefix("sqlite:///"))
+        self.files_copy = folder / "files"
+        self.database_copy = folder / self.database.name
+        shutil.copytree(version.folder, self.files_copy)
+        copy_database(self.database, self.database_copy)
+
+    def restore(self) -> None:
+        shutil.rmtree(self.version.folder)
+        shutil.copytree(self.files_copy, self.version.folder)
+        copy_database(self.database_copy, self.database)
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """Copy by SQLite, whose open connections to ``target`` then read the copy."""
+    with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
+        old.backup(new)
 
 
 def committed(folder: Path, files: dict[str, str]) -> Path:
