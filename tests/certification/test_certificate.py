@@ -31,7 +31,8 @@ from ebbflow.registry.signing import create_key_pair
 
 LORA = PolicyConfig(train="lora", rank=4, alpha=8)
 DORA = PolicyConfig(train="lora", rank=4, alpha=4, dora=True)
-QUICK = CertificateSettings(steps=5, samples=1, adapters=(LORA,), updates=10, layers=4)
+# Four steps are the fewest: a share is measured from three, and the last one is not recorded.
+QUICK = CertificateSettings(steps=4, samples=1, adapters=(LORA,), updates=10, layers=4)
 LORA_LINE = "LoRA of rank 4 and alpha 8"
 
 
