@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -112,7 +113,14 @@ def _read_family_record(file: Path) -> Family | None:
     Raises:
         ValueError: an argument is no literal, or no fact of a family.
     """
-    for statement in ast.parse(file.read_text("utf-8")).body:
+    return _parse_family_record(file, file.read_text("utf-8"))
+
+
+# A recipe asks for the record of its family twenty times and more. The file is read each time: it
+# may have changed.
+@lru_cache(maxsize=8)
+def _parse_family_record(file: Path, source: str) -> Family | None:
+    for statement in ast.parse(source).body:
         # Only this form is read, by its text: running the file would import torch.
         match statement:
             case ast.Assign(
