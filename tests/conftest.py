@@ -4,9 +4,11 @@ numerical tests run on.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.estimate import measured
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, load_model
+from ebbflow.models.families import glyph
 from ebbflow.models.families.glyph import build_glyph_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
@@ -177,6 +180,30 @@ def stores_cache(session_folder: Path) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(empty_store, "cache_folder", lambda: session_folder / "stores")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def glyph_networks() -> Iterator[None]:
+    """Gives each load of a glyph model copies of the networks that the first one has read: the
+    libraries take fifteen times as long, hundreds of times.
+
+    Everything else of a load is done again: the folder is verified, and its other parts are read.
+    """
+    read_network = glyph._read_network
+
+    @lru_cache(maxsize=16)
+    def read_once(kind: Any, folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> Any:
+        return read_network(kind, folder)
+
+    def copy_network(kind: Any, folder: Path) -> Any:
+        # A test that changes a file gets what the file says then.
+        stats = [(path.name, path.stat()) for path in sorted(folder.glob("*"))]
+        files = tuple((name, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in stats)
+        return copy.deepcopy(read_once(kind, folder, files))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(glyph, "_read_network", copy_network)
         yield
 
 
