@@ -138,10 +138,11 @@ def run_block(block: Block, clone: Path, names: Mapping[str, str] | None = None)
     for made_up, real in (names or {}).items():
         text = text.replace(made_up, real)
     if block.file:
-        path = clone / block.file
-        if not path.exists():
-            path.write_text(text)
-        elif path.read_text() != text:
+        # The clone's may be made smaller.
+        known = [path for path in (ROOT / block.file, clone / block.file) if path.exists()]
+        if not known:
+            (clone / block.file).write_text(text)
+        elif known[0].read_text() != text:
             raise BlockError(f"{block.where}: {block.file} is another file in the repository")
         return
     printed = {"sh": _run_shell, "python": _run_python, "yaml": _read_keys}[block.language](
