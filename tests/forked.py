@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -49,6 +50,9 @@ PRELOADED = [
     "s3fs",
     "onnxruntime",
     "rapidocr",
+    # What clients of an MLflow server import at their first request.
+    "mlflow.tracking.request_header.registry",
+    "IPython",
 ]
 DUMP_SIGNAL = signal.SIGUSR2
 """Makes a program write the stacks of its threads into a file."""
@@ -228,7 +232,19 @@ def _run(
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
+        keep_libraries_of_torch()
         # A process of multiprocessing leaves without closing what an interpreter closes.
         atexit._run_exitfuncs()
         if LocalTaskCache._initialized:
             LocalTaskCache._cache.close()
+
+
+def keep_libraries_of_torch() -> None:
+    """Leave operators registered at the end of a fork, which has no use for memory that is tidy.
+
+    To take back hundreds of them copies the pages that they share with the fork server, and is most
+    of what a short program costs at its end.
+    """
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if finalizer.peek()[1].__name__ == "_del_library":
+            finalizer.atexit = False

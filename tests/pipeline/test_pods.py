@@ -176,16 +176,18 @@ def machine(
 
 
 @pytest.fixture(scope="module")
-def outputs(
-    cluster: Cluster, recipe: Path, machine: Machine, tmp_path_factory: pytest.TempPathFactory
-) -> Values:
+def packaged(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return decoded(package(tmp_path_factory.mktemp("package")))
+
+
+@pytest.fixture(scope="module")
+def outputs(cluster: Cluster, recipe: Path, machine: Machine, packaged: Package) -> Values:
     """Of the workflow, run as pods."""
     context = FlyteContextManager.current_context()
     kind = TypeEngine.to_literal_type(Recipe)
     given = {
         "recipe": TypeEngine.to_literal(context, load_recipe(recipe), Recipe, kind).to_flyte_idl()
     }
-    packaged = decoded(package(tmp_path_factory.mktemp("package")))
     return execute(cluster, packaged, "workflows.post_training.post_train", given, "a6f1")
 
 
@@ -202,9 +204,9 @@ def on_one_machine(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -
 
 def _recorded(uri: str, downloads: Path) -> Recorded:
     client = MlflowClient(uri, uri)
-    runs = client.search_runs(
-        [one.experiment_id for one in client.search_experiments()], max_results=1000
-    )
+    experiment = client.get_experiment_by_name(Recipe().tracking.experiment)
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], max_results=1000)
     (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
     children = [
         run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id
@@ -284,7 +286,7 @@ def test_everything_that_the_workflow_returns_is_in_the_store(
 
 @pytest.mark.exhaustive
 def test_eleven_pods_share_the_work_of_a_stage(
-    cluster: Cluster, recipe: Path, tmp_path: Path
+    cluster: Cluster, recipe: Path, packaged: Package, tmp_path: Path
 ) -> None:
     """A shard for each pod, more than have one digit: every sample is generated, scored and
     trained on once, and nothing depends on a disk they share.
@@ -295,28 +297,20 @@ def test_eleven_pods_share_the_work_of_a_stage(
     homes.mkdir()
     stage = settings["stages"][1] | {"prompts": 11, "shards": 11, "group_size": 2, "batch_size": 22}
     prompts = settings["prompts"] | {"count": 48}
-    many.write_text(
-        yaml.safe_dump(
-            settings | {"stages": [stage], "prompts": prompts, "output": f"{BUCKET}/many"}
-        )
-    )
+    # Of the other run of this store nothing is found or changed.
+    others = {
+        "output": f"{BUCKET}/many",
+        "tracking": {"experiment": "many"},
+        "promotion": {"model_name": "many"},
+    }
+    many.write_text(yaml.safe_dump(settings | {"stages": [stage], "prompts": prompts} | others))
     context = FlyteContextManager.current_context()
     kind = TypeEngine.to_literal_type(Recipe)
     given = {
         "recipe": TypeEngine.to_literal(context, load_recipe(many), Recipe, kind).to_flyte_idl()
     }
-    with tracking_server(tmp_path) as uri:
-        own = replace(
-            cluster,
-            homes=homes,
-            lost=(),
-            interpreters=0,
-            pods=[],
-            environment={**cluster.environment, "MLFLOW_TRACKING_URI": uri},
-        )
-        found = execute(
-            own, decoded(package(tmp_path)), "workflows.post_training.post_train", given, "a6f2"
-        )
+    own = replace(cluster, homes=homes, lost=(), interpreters=0, pods=[])
+    found = execute(own, packaged, "workflows.post_training.post_train", given, "a6f2")
     for name in ("generate_rollouts", "score_rollouts"):  # a map task has a longer name
         assert sum(name in pod for pod in own.pods) == 11
     candidate = msgpack.unpackb(found["candidate"].scalar.binary.value)
