@@ -234,14 +234,7 @@ def theirs(
     Returns:
         Latents, [N, *latent_shape], and pixels in the shape of ours, 0 to 255 and not rounded.
     """
-    noises = generate_noise(
-        model.latent_shape, SEED, [prompt.prompt_id for prompt in wanted], [0] * len(wanted)
-    )
-    # An image for all prompts is what the pipelines for editing take.
-    alone = edits(model.config.family) or model.config.family in ALONE
-    size = 1 if alone else len(wanted)
-    parts = [slice(start, start + size) for start in range(0, len(wanted), size)]
-    drawn = [_draw(pipeline, model, wanted[part], noises[part], steps) for part in parts]
+    drawn = _draw_all(pipeline, model, wanted, steps, "np")
     latents = torch.cat([latents for latents, _ in drawn])
     images = 255 * np.concatenate([_on_white(images) for _, images in drawn])
     one_frame = images.ndim == 5 and model.config.frames == 1
@@ -249,12 +242,30 @@ def theirs(
 
 
 def their_latents(
-    pipeline: DiffusionPipeline, model: PipelineModel, prompt: Prompt, steps: int
+    pipeline: DiffusionPipeline, model: PipelineModel, wanted: Sequence[Prompt], steps: int = 3
 ) -> Tensor:
-    """The latents of ``theirs`` alone, of one prompt."""
-    noise = generate_noise(model.latent_shape, SEED, [prompt.prompt_id], [0])
-    latents, _ = _draw(pipeline, model, [prompt], noise, steps, "latent")
-    return _unpack(model, latents)
+    """The latents of ``theirs`` alone, which are not decoded."""
+    drawn = _draw_all(pipeline, model, wanted, steps, "latent")
+    return _unpack(model, torch.cat([latents for latents, _ in drawn]))
+
+
+def _draw_all(
+    pipeline: DiffusionPipeline,
+    model: PipelineModel,
+    wanted: Sequence[Prompt],
+    steps: int,
+    output_type: str,
+) -> list[tuple[Tensor, np.ndarray]]:
+    noises = generate_noise(
+        model.latent_shape, SEED, [prompt.prompt_id for prompt in wanted], [0] * len(wanted)
+    )
+    # An image for all prompts is what the pipelines for editing take.
+    alone = edits(model.config.family) or model.config.family in ALONE
+    size = 1 if alone else len(wanted)
+    parts = [slice(start, start + size) for start in range(0, len(wanted), size)]
+    return [
+        _draw(pipeline, model, wanted[part], noises[part], steps, output_type) for part in parts
+    ]
 
 
 def _on_white(images: np.ndarray) -> np.ndarray:
@@ -282,7 +293,7 @@ def _draw(
     wanted: Sequence[Prompt],
     noises: Tensor,
     steps: int,
-    output_type: str = "np",
+    output_type: str,
 ) -> tuple[Tensor, np.ndarray]:
     """The latents after the last step, in the pipeline's own layout, and the pixels, in [0, 1]."""
     seen = []

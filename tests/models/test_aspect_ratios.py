@@ -170,7 +170,7 @@ def test_every_aspect_ratio_is_the_pipelines(tiny, peer, monkeypatch, name):
                 model, conditioning, keys(wanted), SamplerConfig(name="ode", steps=2)
             ).latents
             if not is_decoded:
-                latents = their_latents(pipeline, model, wanted[0], steps=2)
+                latents = their_latents(pipeline, model, wanted, steps=2)
         if is_decoded:
             latents, images = theirs(pipeline, model, wanted, steps=2)
             decoded = model.decode_latents(ours)

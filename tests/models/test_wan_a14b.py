@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pipeline_cases import SHORT, our_latents, prompts, theirs
+from pipeline_cases import SHORT, our_latents, prompts, their_latents
 from pydantic import ValidationError
 
 from ebbflow.models import ModelError, predict
@@ -78,7 +78,7 @@ def test_the_pipeline_loads_an_adapter_of_the_other_transformer(open_tiny, open_
     changed(model).save_folder(tmp_path / "policy", metadata)
     pipeline.load_lora_weights(tmp_path / "policy", load_into_transformer_2=True)
     ours = our_latents(model, wanted)
-    assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
+    assert (their_latents(pipeline, model, wanted) - ours).abs().max() < 1e-4
     assert (ours - base).abs().max() > 1e-2
 
 
@@ -120,10 +120,10 @@ def test_the_pipeline_loads_adapters_of_both(open_tiny, open_peer, tmp_path):
     policy = changed(model)
     policy.save_folder(tmp_path / "policy", metadata)
     pipeline.load_lora_weights(tmp_path / "policy")
-    one = theirs(pipeline, model, wanted)[0]
+    one = their_latents(pipeline, model, wanted)
     pipeline.load_lora_weights(tmp_path / "policy" / "transformer_2", load_into_transformer_2=True)
     ours = our_latents(model, wanted)
-    assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
+    assert (their_latents(pipeline, model, wanted) - ours).abs().max() < 1e-4
     assert min((ours - base).abs().max(), (ours - one).abs().max()) > 1e-2
     again = Policy(open_tiny("wan_a14b", expert="both"), LORA, seed=1)
     again.load_folder(tmp_path / "policy")
@@ -155,7 +155,7 @@ def test_whole_weights_of_both_are_two_networks_of_diffusers(
         torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items()
     )
     export_pipeline(tiny_folder("wan_a14b"), tmp_path / "policy", tmp_path / "exported")
-    drawn = theirs(open_peer("wan_a14b", folder=tmp_path / "exported"), model, wanted)[0]
+    drawn = their_latents(open_peer("wan_a14b", folder=tmp_path / "exported"), model, wanted)
     assert (drawn - our_latents(model, wanted)).abs().max() < 1e-4
 
 
@@ -203,7 +203,7 @@ def test_each_transformer_has_its_guidance(tiny, peer, name):
     alike = our_latents(tiny(name, guidance=4.0), wanted, steps=6)
     model = tiny(name, guidance=4.0, guidance_2=2.0)
     ours = our_latents(model, wanted, steps=6)
-    latents, _ = theirs(peer(name), model, wanted, steps=6)
+    latents = their_latents(peer(name), model, wanted, steps=6)
     assert (ours - latents).abs().max() < 1e-5 * ours.abs().max()
     assert (ours - alike).abs().max() > 1e-2
 
