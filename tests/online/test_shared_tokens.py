@@ -75,6 +75,8 @@ def recipe_of_family(family: str, base: Path, case: str, placement: str) -> Reci
     stage["steps"] = 2
     stage["prompts_per_step"] = 3
     stage["drift_alarm"] = 1e9
+    # The two steps of the window, and one that is not trained.
+    stage["sampler"] = {"steps": 3, **stage.get("sampler", {})}
     return recipe_of(case, placement, **stage)
 
 
