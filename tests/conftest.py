@@ -87,6 +87,10 @@ WORKER_MEMORY = 4 * 2**30
 """Bytes of a worker and of what its tests start and write, generously."""
 
 
+NEW_OBJECTS = 100_000
+"""After which Python looks for garbage among them; its default is 700."""
+
+
 @pytest.hookimpl(trylast=True)  # the terminal reporter is registered by a hook of its own
 def pytest_configure(config: pytest.Config) -> None:
     register_result_printer(config)
@@ -109,11 +113,13 @@ def pytest_xdist_auto_num_workers() -> int | None:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Leave what the tests import out of all garbage collections: it stays to the end, and a search
-    through its millions of objects takes half a second each time.
+    through its millions of objects takes half a second each time. Look for garbage less often, too:
+    most tests load a model, whose objects start a search each time that 700 are new.
     """
     gc.disable()
     yield
     gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, 20, 100)
     gc.enable()
 
 
