@@ -5,7 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorUnavailableError, ObjectLostError, OwnerDiedError
+
+# Where Flyte's plugin has made ray a lazy module, ``from ray.exceptions import`` would import the
+# exceptions a second time, and ray would raise others than those that its users catch.
+from ray import exceptions
 
 from ebbflow.online.ray_actor import load_reward_gradients, pin_to_cores
 from ebbflow.online.ray_workers import RayWorker, RecoverableStageError, ResultGone, TrainingDied
@@ -35,11 +38,11 @@ def test_a_training_rank_loads_the_rewards_with_a_gradient_alone(make_recipe, al
 @pytest.mark.parametrize(
     ("role", "error", "means"),
     [
-        ("rollout", ActorUnavailableError("its machine is gone", None), WorkerDied),
-        ("reward", ObjectLostError("aa", None, ""), ResultGone),
-        ("training", ObjectLostError("aa", None, ""), ResultGone),
-        ("training", ActorUnavailableError("its machine is gone", None), TrainingDied),
-        ("reward", OwnerDiedError("aa", None, ""), TrainingDied),
+        ("rollout", exceptions.ActorUnavailableError("its machine is gone", None), WorkerDied),
+        ("reward", exceptions.ObjectLostError("aa", None, ""), ResultGone),
+        ("training", exceptions.ObjectLostError("aa", None, ""), ResultGone),
+        ("training", exceptions.ActorUnavailableError("its machine is gone", None), TrainingDied),
+        ("reward", exceptions.OwnerDiedError("aa", None, ""), TrainingDied),
     ],
 )
 def test_what_a_lost_machine_means(make_recipe, role, error, means):
