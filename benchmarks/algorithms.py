@@ -181,8 +181,8 @@ class LearningCurve:
         """Take the metrics of a training step, and evaluate the policy where that is due.
 
         Raises:
-            OutOfTimeError: the run has had its seconds; an exception is the only way out of a stage
-                from a callback.
+            OutOfTimeError: the run has had its seconds; a callback can end a stage by an exception
+                alone.
         """
         spent = time.process_time() - self._start
         self.training.append({"cpu_seconds": spent, **metrics})

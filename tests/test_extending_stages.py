@@ -33,7 +33,7 @@ def _on_the_path(monkeypatch):
 def shard(make_recipe, make_prompts, model, base_folder, tmp_path):
     """``shard(engine)``: the latents and the metadata of an offline stage's first shard."""
 
-    def generated(name, open_it=open_engine, push=True):
+    def generate_with(name, open_it=open_engine, push=True):
         ctx = StageContext(make_recipe(offline={"engine": name}), 0, 1)
         policy = Policy(model, ctx.recipe.policy, 0)
         policy.ensure_copy("old")
@@ -49,7 +49,7 @@ def shard(make_recipe, make_prompts, model, base_folder, tmp_path):
         generate_shard(ctx, model, policy, 1, make_prompts(6), 0, path, engine)
         return read_latents(path), read_table_metadata(path)["engine"]
 
-    return generated
+    return generate_with
 
 
 def test_an_offline_stage_generates_with_the_engine(shard):

@@ -183,7 +183,7 @@ def clip(width, layers, text_width, text_layers):
     )
 
 
-def published(name: str, family: str):
+def measure_published(name: str, family: str):
     frames = 5 if family == "wan_flf2v" else 1
     model = ModelConfig(family=family, path=name, revision="0" * 40, frames=frames)
     return measure_model(model)[0]
@@ -196,7 +196,7 @@ def test_a_published_transformer_is_as_large_as_its_class_builds_it(name):
     layers = {
         key: layer for key, layer in transformer.named_modules() if isinstance(layer, nn.Linear)
     }
-    sizes = published(name, FAMILY[name])
+    sizes = measure_published(name, FAMILY[name])
     assert sizes.parameters == count_parameters(transformer) == PARAMETERS[name]
     assert (
         sizes.buffers
@@ -223,7 +223,7 @@ def test_a_published_part_is_as_large_as_its_class_builds_it(name):
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_published_model_has_the_text_encoders_and_the_vae_of_these_sizes(name):
     *encoders, vae = OTHERS[name]
-    sizes = published(name, FAMILY[name])
+    sizes = measure_published(name, FAMILY[name])
     assert (sizes.text_encoders, sizes.vae) == (
         sum(PARAMETERS[part] for part in encoders),
         PARAMETERS[vae],
@@ -232,12 +232,12 @@ def test_a_published_model_has_the_text_encoders_and_the_vae_of_these_sizes(name
 
 def test_decoding_takes_three_maps_of_the_widest_block_at_full_resolution():
     """Its input of 256 channels, the norm of it, and the nonlinearity of that, in float32."""
-    assert published(SD35, "sd3").decoding == pytest.approx(3 * 256 * 4, rel=0.03)
+    assert measure_published(SD35, "sd3").decoding == pytest.approx(3 * 256 * 4, rel=0.03)
 
 
 def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
-    plain = published(QWEN, "qwen_image")
-    editing = published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
+    plain = measure_published(QWEN, "qwen_image")
+    editing = measure_published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
     assert editing == replace(plain, vae_encodes_prompts=True)
 
 
@@ -311,18 +311,19 @@ def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, enc
     """Of the networks 6.15, 1.6, 4.7 (SANA's "4.8"), 32, 13, 8.3, 7.1 (14.2 GB), 2, 19, 2.6, 3.9
     (7.75 GB) and 9 billion parameters; of the text encoders Qwen3's 4.02 and 8.19 billion,
     Qwen3-VL's 8.77 (17.5 GB), Gemma 2's 2.61, Mistral Small 3.2's 24.0, Llama 3's 7.5 without its
-    head, Qwen2.5-VL's 7.07 without head and eyes beside ByT5, and Gemma 3's 12.19 beside the
-    connectors of LTX-2, whose sound is decoded by .11 billion more than its pictures.
+    head, Qwen2.5-VL's 7.07 without its head and its vision tower but with ByT5, and Gemma 3's
+    12.19 with the connectors of LTX-2, whose sound is decoded by .11 billion more than its
+    pictures.
     """
-    sizes = published(name, family)
+    sizes = measure_published(name, family)
     assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)
 
 
 def test_later_models_for_editing_have_the_parts_of_the_earlier_ones():
-    plus = published("Qwen/Qwen-Image-Edit-2511", "qwen_image_edit_plus")
-    assert plus == published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
-    plain = published(FLUX, "flux")
-    kontext = published("black-forest-labs/FLUX.1-Kontext-dev", "flux_kontext")
+    plus = measure_published("Qwen/Qwen-Image-Edit-2511", "qwen_image_edit_plus")
+    assert plus == measure_published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
+    plain = measure_published(FLUX, "flux")
+    kontext = measure_published("black-forest-labs/FLUX.1-Kontext-dev", "flux_kontext")
     assert kontext == replace(plain, vae_encodes_prompts=True)
 
 

@@ -10,7 +10,7 @@ MODES = ["global", "group", "none"]
 NAN = float("nan")
 
 
-def combined(rewards, weights, prompt_ids, history=None, scored=None, **keys):
+def combine_advantages(rewards, weights, prompt_ids, history=None, scored=None, **keys):
     """Advantages from the scores of several rewards."""
     scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
     config = AdvantagesConfig(**{"std": "group", "clip": 1e6} | keys)
@@ -21,7 +21,7 @@ def combined(rewards, weights, prompt_ids, history=None, scored=None, **keys):
 
 def advantages(rewards, prompt_ids, std="group", **keys):
     """Advantages from the scores of one."""
-    return combined({"only": rewards}, {"only": 1.0}, prompt_ids, std=std, **keys)
+    return combine_advantages({"only": rewards}, {"only": 1.0}, prompt_ids, std=std, **keys)
 
 
 REWARDS = [0.1, 0.5, 0.3, 0.9, 0.2, 0.4, 0.8]

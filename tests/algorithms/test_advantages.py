@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from advantage_cases import MODES, NAN, PROMPTS, REWARDS, advantages, batches, combined
+from advantage_cases import MODES, NAN, PROMPTS, REWARDS, advantages, batches, combine_advantages
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,7 +77,7 @@ def test_the_largest_scores_and_weights_give_finite_advantages(std, combine, run
     history = PromptStatistics() if running else None
     weights = {"a": MAX_WEIGHT, "b": 1.0}
     for _ in range(2):
-        result = combined(
+        result = combine_advantages(
             rewards,
             weights,
             [0, 0, 0, 1, 1],

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from advantage_cases import MODES, NAN, OTHER, PROMPTS, REWARDS, advantages, combined
+from advantage_cases import MODES, NAN, OTHER, PROMPTS, REWARDS, advantages, combine_advantages
 
 from ebbflow.algorithms.advantages import PromptStatistics, find_varied_prompts
 from ebbflow.recipe.choices import AdvantagesConfig
@@ -15,14 +15,16 @@ def z(rewards):
 
 
 def test_per_reward_normalises_each_and_adds_them_with_the_weights():
-    result = combined(
+    result = combine_advantages(
         {"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 1.0}, PROMPTS, combine="per_reward"
     )
     assert result.values == pytest.approx(3 * z(REWARDS) + z(OTHER), abs=1e-6)
 
 
 def test_sum_normalises_the_weighted_sum_once():
-    result = combined({"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 0.5}, PROMPTS, combine="sum")
+    result = combine_advantages(
+        {"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 0.5}, PROMPTS, combine="sum"
+    )
     assert result.values == pytest.approx(
         z(3 * np.array(REWARDS) + 0.5 * np.array(OTHER)), abs=1e-6
     )
@@ -31,7 +33,7 @@ def test_sum_normalises_the_weighted_sum_once():
 @pytest.mark.parametrize("combine", ["sum", "per_reward"])
 def test_reward_metrics_are_of_the_weighted_sum(combine):
     total = 3 * np.array(REWARDS) + 0.5 * np.array(OTHER)
-    metrics = combined(
+    metrics = combine_advantages(
         {"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 0.5}, PROMPTS, combine=combine
     ).metrics
     found = [metrics[f"reward/{name}"] for name in ("mean", "std", "min", "max")]
@@ -42,7 +44,9 @@ def test_reward_metrics_are_of_the_weighted_sum(combine):
 @pytest.mark.parametrize("weight", [1.0, 0.3, 7.0])
 def test_with_one_reward_the_combinations_agree_but_for_its_weight(std, weight):
     once = advantages(REWARDS, PROMPTS, std, combine="sum")
-    each = combined({"only": REWARDS}, {"only": weight}, PROMPTS, std=std, combine="per_reward")
+    each = combine_advantages(
+        {"only": REWARDS}, {"only": weight}, PROMPTS, std=std, combine="per_reward"
+    )
     assert each.values == pytest.approx(weight * once.values, rel=1e-6)
     if weight == 1:
         assert each.values.tolist() == once.values.tolist()
@@ -50,7 +54,7 @@ def test_with_one_reward_the_combinations_agree_but_for_its_weight(std, weight):
 
 def test_the_scale_of_a_reward_decides_its_share_of_a_sum_and_of_nothing_else():
     def alignment(combine, scale):
-        result = combined(
+        result = combine_advantages(
             {"a": REWARDS, "b": scale * np.array(OTHER)},
             {"a": 1.0, "b": 1.0},
             PROMPTS,
@@ -64,13 +68,15 @@ def test_the_scale_of_a_reward_decides_its_share_of_a_sum_and_of_nothing_else():
 
 @pytest.mark.parametrize("combine", ["sum", "per_reward"])
 def test_a_sample_needs_every_score(combine):
-    holes = combined(
+    holes = combine_advantages(
         {"a": [*REWARDS, 0.3], "b": [*OTHER, NAN]},
         {"a": 1.0, "b": 2.0},
         [*PROMPTS, 7],
         combine=combine,
     )
-    whole = combined({"a": REWARDS, "b": OTHER}, {"a": 1.0, "b": 2.0}, PROMPTS, combine=combine)
+    whole = combine_advantages(
+        {"a": REWARDS, "b": OTHER}, {"a": 1.0, "b": 2.0}, PROMPTS, combine=combine
+    )
     assert holes.keep.tolist() == [True] * 7 + [False]
     assert holes.values.tolist() == [*whole.values, 0]
     assert holes.metrics["reward/scored_share"] == 7 / 8
@@ -79,7 +85,7 @@ def test_a_sample_needs_every_score(combine):
 def test_a_group_is_uninformative_only_when_every_reward_is():
     first = [0.5, 0.5, 0.1, 0.1, 0.4, 0.6]
     second = [2, 2, 1, 3, 7, 7]
-    result = combined({"a": first, "b": second}, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1, 2, 2])
+    result = combine_advantages({"a": first, "b": second}, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1, 2, 2])
     assert result.keep.tolist() == [False, False, True, True, True, True]
     # The reward without a spread adds nothing.
     assert result.values[2:] == pytest.approx(np.sqrt(0.5) * np.array([-1, 1, -1, 1]), abs=1e-3)
@@ -88,8 +94,8 @@ def test_a_group_is_uninformative_only_when_every_reward_is():
 
 def test_a_sum_without_spread_is_uninformative_even_if_its_parts_vary():
     opposed = {"a": [0.0, 1.0], "b": [1.0, 0.0]}, {"a": 1.0, "b": 1.0}
-    assert not combined(*opposed, [0, 0], combine="sum").keep.any()
-    assert combined(*opposed, [0, 0], combine="per_reward").keep.all()
+    assert not combine_advantages(*opposed, [0, 0], combine="sum").keep.any()
+    assert combine_advantages(*opposed, [0, 0], combine="per_reward").keep.all()
 
 
 OF_SETS = {
@@ -114,20 +120,22 @@ def test_a_reward_of_a_prompt_set_is_normalised_among_its_own_samples(combine, s
     """
     weights = {"spells": 2.0, "pleases": 0.5, "always": 1.0}
     keys = {"combine": combine, "std": std, "running": running}
-    found = combined(OF_SETS, weights, OF_PROMPTS, PromptStatistics(), scored=HAS_A_REWARD, **keys)
+    found = combine_advantages(
+        OF_SETS, weights, OF_PROMPTS, PromptStatistics(), scored=HAS_A_REWARD, **keys
+    )
     assert found.keep.tolist() == HAS_A_REWARD.tolist()
     for rows, names in ((slice(0, 2), ("spells", "always")), (slice(2, 4), ("pleases", "always"))):
         alone = {name: OF_SETS[name][rows] for name in names}
         if std == "global":  # of the reward that all have, the std is over both prompts
             alone.pop("always")
-            shared = combined(
+            shared = combine_advantages(
                 {"always": OF_SETS["always"][:4]},
                 {"always": 1.0},
                 OF_PROMPTS[:4],
                 PromptStatistics(),
                 **keys,
             )
-        wanted = combined(
+        wanted = combine_advantages(
             alone,
             {name: weights[name] for name in alone},
             OF_PROMPTS[rows],
@@ -139,7 +147,7 @@ def test_a_reward_of_a_prompt_set_is_normalised_among_its_own_samples(combine, s
 
 
 def test_without_word_of_what_is_scored_a_missing_score_masks_the_sample():
-    assert not combined(OF_SETS, dict.fromkeys(OF_SETS, 1.0), OF_PROMPTS).keep.any()
+    assert not combine_advantages(OF_SETS, dict.fromkeys(OF_SETS, 1.0), OF_PROMPTS).keep.any()
 
 
 def test_a_prompt_varies_by_the_rewards_that_it_has():

@@ -4,7 +4,16 @@ import json
 
 import numpy as np
 import pytest
-from advantage_cases import MODES, NAN, OTHER, PROMPTS, REWARDS, advantages, batches, combined
+from advantage_cases import (
+    MODES,
+    NAN,
+    OTHER,
+    PROMPTS,
+    REWARDS,
+    advantages,
+    batches,
+    combine_advantages,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,7 +89,9 @@ def test_every_reward_has_its_own_running_statistics():
     history = PromptStatistics()
     alone = {name: PromptStatistics() for name in weights}
     for _ in range(2):
-        both = combined({"a": REWARDS, "b": OTHER}, weights, PROMPTS, history, running=True)
+        both = combine_advantages(
+            {"a": REWARDS, "b": OTHER}, weights, PROMPTS, history, running=True
+        )
         a = advantages(REWARDS, PROMPTS, running=True, history=alone["a"])
         b = advantages(OTHER, PROMPTS, running=True, history=alone["b"])
         assert both.values == pytest.approx(a.values + 3 * b.values, abs=1e-6)
@@ -97,8 +108,8 @@ def test_a_history_survives_json_exactly():
     restored = PromptStatistics()
     for rewards, prompt_ids in steps:
         restored = PromptStatistics.from_state_dict(json.loads(json.dumps(restored.state_dict())))
-        here = combined(rewards, weights, prompt_ids, kept, running=True)
-        there = combined(rewards, weights, prompt_ids, restored, running=True)
+        here = combine_advantages(rewards, weights, prompt_ids, kept, running=True)
+        there = combine_advantages(rewards, weights, prompt_ids, restored, running=True)
         assert here.values.tobytes() == there.values.tobytes()
     assert restored.state_dict() == kept.state_dict()
 

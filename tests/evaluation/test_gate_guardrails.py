@@ -213,16 +213,16 @@ def test_a_guardrail_of_a_prompt_set_is_compared_on_its_prompts_alone() -> None:
             )
         return pa.Table.from_pylist(rows, schema=build_evaluation_schema(["reward", "similarity"]))
 
-    def decided(candidate: pa.Table) -> GateDecision:
+    def decide(candidate: pa.Table) -> GateDecision:
         return decide_by_gate(
             recipe, evaluation("1.1 online"), evaluation("before"), candidate, side(0.5, 0.8)
         )
 
-    better = decided(side(0.9, 0.9))
+    better = decide(side(0.9, 0.9))
     assert better.promote
     assert better.guardrails[0].prompts == MIN_PROMPTS
-    assert not decided(side(0.9, 0.7)).promote
-    lost = decided(side(0.9, 0.9, failed=(0,)))
+    assert not decide(side(0.9, 0.7)).promote
+    lost = decide(side(0.9, 0.9, failed=(0,)))
     assert not lost.promote
     failures = f"Guardrail similarity failed on 1 of {MIN_PROMPTS} held-out samples"
     assert failures in " ".join(lost.reasons)

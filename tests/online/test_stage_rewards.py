@@ -1,4 +1,4 @@
-"""How rewards train the policy of a stage: turned round, compared, of latents, equal, or none."""
+"""How rewards train the policy of a stage: negated, compared, of latents, equal, or none."""
 
 from __future__ import annotations
 
@@ -32,27 +32,24 @@ class Turned(Reward):
         return self.factor * self.reward.score_with_gradient(images, prompts) + 0.5
 
 
+ONE_UPDATE = {"steps": 1, "updates_per_step": 1, "reference": {"weight": 0}, "sgd": 0.01}
+
+
 @pytest.fixture
-def turned(scorer):
-    """``turned(-1)``: the scorer with its reward turned round; with 0 everyone gets the same."""
+def scale_reward(scorer):
+    """``scale_reward(-1)``: the scorer with its reward times -1; with 0 everyone gets the same."""
     return lambda factor: Scorer(((Turned(scorer.rewards[0][0], factor), 1.0),))
 
 
 @pytest.mark.parametrize(
     "name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm", "refl", "draft", "srpo"]
 )
-def test_parameters_move_against_a_negated_reward(run, turned, name):
-    """The same stage with the reward turned round moves the parameters the other way, on the
+def test_parameters_move_against_a_negated_reward(run, scale_reward, name):
+    """The same stage with the negated reward moves the parameters the other way, on the
     whole."""
-    config = {
-        "steps": 1,
-        "updates_per_step": 1,
-        "algorithm": {"name": name},
-        "reference": {"weight": 0},
-        "sgd": 0.01,
-    }
+    config = {**ONE_UPDATE, "algorithm": {"name": name}}
     moves = []
-    for judge in (turned(1), turned(-1)):
+    for judge in (scale_reward(1), scale_reward(-1)):
         policy, before, _, _ = run(judge=judge, **config)
         moves.append(torch.cat([(policy.parameters[n] - before[n]).flatten() for n in before]))
     assert torch.cosine_similarity(*moves, dim=0) < -0.99
@@ -98,9 +95,9 @@ WITHOUT_REWARDS = ["distillation", "dmd2", "tdm", "tdm_r1"]
 
 @pytest.mark.any_cpu
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_REWARDS])
-def test_groups_that_say_nothing_train_nothing(run, turned, name):
+def test_groups_that_say_nothing_train_nothing(run, scale_reward, name):
     """A reward that gives everyone the same: no update, no crash, and the metrics say why."""
-    policy, before, logged, record = run(judge=turned(0), algorithm=keys_of(name))
+    policy, before, logged, record = run(judge=scale_reward(0), algorithm=keys_of(name))
     assert not changed(policy, before)
     assert record.optimizer_steps == 0
     for metrics in logged:
@@ -111,8 +108,8 @@ def test_groups_that_say_nothing_train_nothing(run, turned, name):
 
 
 @pytest.mark.parametrize("name", WITHOUT_REWARDS)
-def test_a_teacher_is_learnt_from_whatever_the_reward_says(run, turned, name):
-    policy, before, logged, record = run(judge=turned(0), algorithm=keys_of(name))
+def test_a_teacher_is_learnt_from_whatever_the_reward_says(run, scale_reward, name):
+    policy, before, logged, record = run(judge=scale_reward(0), algorithm=keys_of(name))
     assert changed(policy, before)
     assert record.optimizer_steps == 2
     assert logged[0]["group/zero_std_share"] == 1
@@ -142,13 +139,7 @@ PIXELS = GlyphModel.decode_with_gradient
 def test_a_stage_trains_on_a_reward_of_latents(run, scorer, name, monkeypatch):
     """It moves the policy as the reward of the images does, and nothing is decoded with
     gradient."""
-    config = {
-        "steps": 1,
-        "updates_per_step": 1,
-        "algorithm": {"name": name},
-        "reference": {"weight": 0},
-        "sgd": 0.01,
-    }
+    config = {**ONE_UPDATE, "algorithm": {"name": name}}
     policy, before, _, _ = run(judge=scorer, **config)
     wanted = torch.cat([(policy.parameters[n] - before[n]).flatten() for n in before])
 

@@ -1,4 +1,4 @@
-"""Workers that are threads beside the loop, and ranks that answer together."""
+"""Workers that are threads of the process of the loop, and ranks that answer together."""
 
 from __future__ import annotations
 

@@ -176,19 +176,19 @@ def machine(
 
 
 @pytest.fixture(scope="module")
-def packaged(tmp_path_factory: pytest.TempPathFactory) -> Package:
+def flyte_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return decoded(package(tmp_path_factory.mktemp("package")))
 
 
 @pytest.fixture(scope="module")
-def outputs(cluster: Cluster, recipe: Path, machine: Machine, packaged: Package) -> Values:
+def outputs(cluster: Cluster, recipe: Path, machine: Machine, flyte_package: Package) -> Values:
     """Of the workflow, run as pods."""
     context = FlyteContextManager.current_context()
     kind = TypeEngine.to_literal_type(Recipe)
     given = {
         "recipe": TypeEngine.to_literal(context, load_recipe(recipe), Recipe, kind).to_flyte_idl()
     }
-    return execute(cluster, packaged, "workflows.post_training.post_train", given, "a6f1")
+    return execute(cluster, flyte_package, "workflows.post_training.post_train", given, "a6f1")
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +286,7 @@ def test_everything_that_the_workflow_returns_is_in_the_store(
 
 @pytest.mark.exhaustive
 def test_eleven_pods_share_the_work_of_a_stage(
-    cluster: Cluster, recipe: Path, packaged: Package, tmp_path: Path
+    cluster: Cluster, recipe: Path, flyte_package: Package, tmp_path: Path
 ) -> None:
     """A shard for each pod, more than have one digit: every sample is generated, scored and
     trained on once, and nothing depends on a disk they share.
@@ -310,7 +310,7 @@ def test_eleven_pods_share_the_work_of_a_stage(
         "recipe": TypeEngine.to_literal(context, load_recipe(many), Recipe, kind).to_flyte_idl()
     }
     own = replace(cluster, homes=homes, lost=(), interpreters=0, pods=[])
-    found = execute(own, packaged, "workflows.post_training.post_train", given, "a6f2")
+    found = execute(own, flyte_package, "workflows.post_training.post_train", given, "a6f2")
     for name in ("generate_rollouts", "score_rollouts"):  # a map task has a longer name
         assert sum(name in pod for pod in own.pods) == 11
     candidate = msgpack.unpackb(found["candidate"].scalar.binary.value)

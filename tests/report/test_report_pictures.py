@@ -118,7 +118,9 @@ def test_an_image_grid_needs_pictures_and_captions(
         build_image_grid(pngs, captions, columns)
 
 
-def changed(inputs: ReportInputs, path: Path, rewards: dict[int, float | None]) -> ReportInputs:
+def change_rewards(
+    inputs: ReportInputs, path: Path, rewards: dict[int, float | None]
+) -> ReportInputs:
     """The candidate's rewards of single prompts are others."""
     table = pq.read_table(inputs.evaluations[2][1])
     values = [
@@ -137,7 +139,7 @@ def changed(inputs: ReportInputs, path: Path, rewards: dict[int, float | None]) 
 @pytest.mark.usefixtures("no_charts")
 def test_the_worst_and_the_best_changes_are_pictured(inputs: ReportInputs, tmp_path: Path) -> None:
     before = pq.read_table(inputs.evaluations[0][1]).to_pylist()
-    moved = changed(inputs, tmp_path / "after.parquet", {100: -5.0, 101: 7.0, 102: None})
+    moved = change_rewards(inputs, tmp_path / "after.parquet", {100: -5.0, 101: 7.0, 102: None})
     root = parse(write_page(moved, tmp_path / "report.html"))
     (section,) = [each for each in root.all("section") if each.attributes["id"] == "changes"]
     lists = section.all("ol")
@@ -167,7 +169,7 @@ def test_the_number_under_a_picture_is_what_was_trained_on(
     }
     page = write_page(
         replace(
-            changed(inputs, tmp_path / "a.parquet", {0: 2.25}),
+            change_rewards(inputs, tmp_path / "a.parquet", {0: 2.25}),
             recipe=Recipe.model_validate(settings),
         ),
         tmp_path / "r.html",

@@ -13,7 +13,7 @@ from training_cases import (
     GROUPS,
     LORA,
     PAIRS,
-    averaged,
+    average_policy,
     farthest,
     forward_rows,
     sgd,
@@ -153,7 +153,7 @@ def test_an_algorithm_without_an_old_copy_leaves_it_alone(model):
 @pytest.mark.parametrize("version", [0, 2])
 def test_the_average_follows_every_update_of_the_policy(model, config, version):
     """Its schedule counts the updates since the base model, over all stages."""
-    updater = updater_of(model, "sft", averaged(config), lr=0.5, version=version)
+    updater = updater_of(model, "sft", average_policy(config), lr=0.5, version=version)
     start = values(updater.policy)
     seen = take_steps(updater, 4)
     decays = {0: [0.25, 0.5, 0.75, 0.8], 2: [0.75, 0.8, 0.8, 0.8]}[version]
@@ -204,7 +204,7 @@ def test_two_stages_of_one_update_are_one_stage_of_two(base_folder, start, ctx, 
     """Through a folder in between: training goes on from the parameters themselves, and the average
     where it was.
     """
-    config = averaged(config)
+    config = average_policy(config)
     ctx = ctx(config)
     first = start(config)
     whole = train(ctx, base_folder, first, tmp_path / "whole", 2)
@@ -219,7 +219,7 @@ def test_two_stages_of_one_update_are_one_stage_of_two(base_folder, start, ctx, 
 
 @BOTH
 def test_what_is_served_is_the_average(base_folder, start, ctx, tmp_path, config):
-    config = averaged(config)
+    config = average_policy(config)
     parameters, average = train(ctx(config), base_folder, start(config), tmp_path / "trained", 3)
     served = Policy(load_model(base_folder), config, 0)
     metadata = served.load_folder(tmp_path / "trained")
@@ -241,7 +241,7 @@ def test_a_policy_without_an_average_serves_its_parameters(base_folder, start, c
 
 
 def test_an_average_of_a_stage_that_learnt_nothing_is_the_base(base_folder, start, ctx, tmp_path):
-    config = averaged(FULL)
+    config = average_policy(FULL)
     train(ctx(config), base_folder, start(config), tmp_path / "trained", 0)
     policy, metadata = open_policy(ctx(config), load_model(base_folder), tmp_path / "trained")
     assert metadata.version == 0

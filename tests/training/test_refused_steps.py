@@ -56,7 +56,7 @@ def state(updater):
     return values(policy) | copies | momenta | {"updates": torch.tensor(updater.updates)}
 
 
-def refused(updater, batch, passes=3):
+def read_refusal(updater, batch, passes=3):
     """The message of a step that is not taken."""
     before = state(updater)
     with pytest.raises(TrainingError) as error:
@@ -85,7 +85,7 @@ def with_adam(updater, batch):
 def test_nonsense_in_a_sample_names_it_and_stops_the_step(model, field, wrong, row):
     updater = updater_of(model, NFT, PolicyConfig(ema={"max_decay": 0.5}))
     batch = forward_rows(model, updater.stage)
-    text = refused(with_adam(updater, batch), spoilt(batch, field, row, wrong))
+    text = read_refusal(with_adam(updater, batch), spoilt(batch, field, row, wrong))
     assert (
         f"of prompt {row}, sample 7, noised to sigma {batch.inputs.sigma[row].item():.4f}" in text
     )
@@ -99,7 +99,7 @@ def test_nonsense_in_a_sample_names_it_and_stops_the_step(model, field, wrong, r
 def test_nonsense_in_a_step_of_a_trajectory_names_sample_and_step(model, field, wrong):
     updater = updater_of(model, "mix_grpo")
     batch = trajectory_rows(model, updater.stage)
-    text = refused(
+    text = read_refusal(
         with_adam(updater, batch), spoilt(batch, field, 10, wrong)
     )  # three steps a sample: the second of the fourth
     assert (
@@ -112,7 +112,7 @@ def test_what_is_wrong_with_a_term_is_said_by_its_metrics(model):
     updater = updater_of(model, "mix_grpo")
     batch = trajectory_rows(model, updater.stage)
     named = (
-        refused(updater, spoilt(batch, "old_log_prob", 4, NAN))
+        read_refusal(updater, spoilt(batch, "old_log_prob", 4, NAN))
         .split("not finite: ")[1]
         .split(" of prompt")[0]
         .split(", ")
@@ -128,7 +128,7 @@ def test_nonsense_in_a_group_names_the_group(model, algorithm):
     updater = updater_of(model, algorithm)
     group_index = UNITS[algorithm]
     batch = forward_rows(model, updater.stage, group_index)
-    text = refused(updater, spoilt(batch, "clean", 4, NAN), passes=2)
+    text = read_refusal(updater, spoilt(batch, "clean", 4, NAN), passes=2)
     wrong = group_index[batch.keys.prompt_ids[4]]
     members = [f"prompt {row}," for row in range(6) if group_index[row] == wrong]
     assert any(member in text for member in members)
@@ -137,7 +137,7 @@ def test_nonsense_in_a_group_names_the_group(model, algorithm):
 def test_a_gradient_that_alone_is_not_finite_names_its_sample(model):
     updater = updater_of(model, own("ROOT"))
     batch = spoilt(forward_rows(model, stage_of(NFT)), "clean", 2, 0.0)
-    text = refused(updater, batch)
+    text = read_refusal(updater, batch)
     assert (
         "not finite: the gradient of prompt 2, sample 7, noised to sigma"
         f" {batch.inputs.sigma[2].item():.4f}" in text
@@ -148,14 +148,18 @@ def test_a_gradient_that_overflows_on_its_way_back_names_the_parameter(model):
     updater = updater_of(model, NFT)
     name = sorted(updater.policy.parameters)[3]
     hook = updater.policy.parameters[name].register_hook(lambda gradient: gradient * INF)
-    assert f"the gradient of {name} and" in refused(updater, forward_rows(model, updater.stage))
+    assert f"the gradient of {name} and" in read_refusal(
+        updater, forward_rows(model, updater.stage)
+    )
     hook.remove()
     assert np.isfinite(updater.update_policy(forward_rows(model, updater.stage), 1)["grad_norm"])
 
 
 def test_a_loss_that_alone_is_not_finite_stops_the_step(model):
     updater = updater_of(model, own("INFINITE"))
-    assert "not finite: loss of prompt 0" in refused(updater, forward_rows(model, stage_of(NFT)))
+    assert "not finite: loss of prompt 0" in read_refusal(
+        updater, forward_rows(model, stage_of(NFT))
+    )
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow(base_folder):

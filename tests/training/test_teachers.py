@@ -9,7 +9,7 @@ from training_cases import (
     FULL,
     LORA,
     NFT,
-    averaged,
+    average_policy,
     farthest,
     forward_rows,
     sgd,
@@ -31,20 +31,26 @@ from tests.parameters import move, same, values
 
 @BOTH
 def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, ctx, tmp_path, config):
-    teacher = Policy(model, averaged(config), 0)
+    teacher = Policy(model, average_policy(config), 0)
     move(teacher)
     teacher.snapshot_copy("ema")
     move(teacher, seed=1)
     base = verify_folder(base_folder)
     metadata = PolicyMetadata(
-        base_digest=base, recipe_digest="r", config=averaged(config), version=9, copies=("iterate",)
+        base_digest=base,
+        recipe_digest="r",
+        config=average_policy(config),
+        version=9,
+        copies=("iterate",),
     )
     teacher.save_folder(tmp_path / "teacher", metadata)
-    stage = ctx(averaged(config), online={"algorithm": {"name": "distillation", "teacher": "x"}})
+    stage = ctx(
+        average_policy(config), online={"algorithm": {"name": "distillation", "teacher": "x"}}
+    )
     policy, _ = open_policy(
         stage,
         load_model(base_folder),
-        start(averaged(config)),
+        start(average_policy(config)),
         teachers={"teacher": tmp_path / "teacher"},
     )
     assert same(policy.copies["teacher"], teacher.copies["ema"])
@@ -56,7 +62,7 @@ def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, ctx, tmp
 def test_a_teacher_that_the_stage_starts_from_is_what_was_evaluated(
     base_folder, start, ctx, tmp_path, config
 ):
-    config = averaged(config)
+    config = average_policy(config)
     _, average = train(ctx(config), base_folder, start(config), tmp_path / "trained", 3)
     student = ctx(config, online={"algorithm": {"name": "dmd2"}, "sampler": {"steps": 2}})
     policy, _ = open_policy(student, load_model(base_folder), tmp_path / "trained")

@@ -139,7 +139,7 @@ AVERAGED = EmaScheduleConfig(slope=0.25, max_decay=0.8)
 BOTH = pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
 
 
-def averaged(config):
+def average_policy(config):
     return PolicyConfig(**{**config.model_dump(), "ema": AVERAGED})
 
 
